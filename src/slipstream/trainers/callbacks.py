@@ -1,0 +1,67 @@
+"""Callbacks: code of yours that runs at named moments and may stop, save or evaluate.
+
+Owns: the ``Callback`` base class and ``Control``.  Refuses: changing a step that is under way.
+
+>>> class StopWhenSolved(Callback):
+...     def on_step_end(self, info, control):
+...         if info.metrics.get("reward/avg_raw_reward", 0) > 0.95:
+...             control.stop("solved")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Control:
+    """What callbacks ask of the loop; honoured at the next step border."""
+
+    stop_reason: str | None = None
+    save_requested: bool = False
+    evaluate_requested: bool = False
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step (final evaluation and checkpoint included)."""
+        self.stop_reason = self.stop_reason or reason
+
+    def save(self) -> None:
+        """Write a checkpoint after this step."""
+        self.save_requested = True
+
+    def evaluate(self) -> None:
+        """Evaluate after this step."""
+        self.evaluate_requested = True
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What callbacks see: phase (``sft``, ``rl``), step (counted from 1 once done), totals and metrics."""
+
+    phase: str
+    step: int
+    total_steps: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Callback:
+    """Override what you need; every method does nothing by default."""
+
+    def on_train_start(self, info: StepInfo, control: Control) -> None: ...
+
+    def on_step_start(self, info: StepInfo, control: Control) -> None: ...
+
+    def on_step_end(self, info: StepInfo, control: Control) -> None: ...
+
+    def on_eval_end(self, info: StepInfo, control: Control) -> None: ...
+
+    def on_save(self, info: StepInfo, control: Control) -> None: ...
+
+    def on_train_end(self, info: StepInfo, control: Control) -> None: ...
+
+
+def notify(callbacks: Sequence[Callback], moment: str, info: StepInfo, control: Control) -> None:
+    """Call ``moment`` on each callback, in order; exceptions propagate (a callback is part of the run)."""
+    for callback in callbacks:
+        getattr(callback, moment)(info, control)

@@ -1,0 +1,155 @@
+"""Whole-run checkpoints that cannot be half written.
+
+Owns: staging, hashing, fsync, the rename, the pointer, pruning, and finding the newest checkpoint that is whole.
+Refuses: knowing what is inside; callers fill a directory and give a JSON state.  No pickle.
+
+Order of events in ``save``: fill ``.staging-*`` -> hash every file into ``manifest.json`` -> fsync files and
+directory -> rename to ``step-000012`` -> write and rename the pointer ``latest`` -> prune.  A kill between any
+two of them leaves the previous checkpoint in charge.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import CheckpointError
+
+_MANIFEST = "manifest.json"
+_STATE = "state.json"
+_POINTER = "latest"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was found whole: its directory and JSON state."""
+
+    directory: Path
+    state: dict[str, Any]
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(p for p in directory.rglob("*") if p.is_file() and p.name != _MANIFEST)
+
+
+class CheckpointStore:
+    """Checkpoints of one run under ``root``; ``keep`` newest ones survive pruning.
+
+    ``save(name, state, fill)`` calls ``fill(directory)`` to write the heavy parts.
+    """
+
+    def __init__(self, root: Path, keep: int = 2) -> None:
+        self.root = root
+        self.keep = keep
+
+    def save(self, name: str, state: dict[str, Any], fill: Callable[[Path], None]) -> Path:
+        """Write a checkpoint; raises ``CheckpointError`` (disk full, permissions) and then leaves nothing behind."""
+        staging = self.root / f".staging-{name}-{os.getpid()}"
+        target = self.root / name
+        try:
+            self._remove_leftovers()
+            staging.mkdir(parents=True)
+            fill(staging)
+            (staging / _STATE).write_text(json.dumps(state, indent=1, sort_keys=True))
+            digests = {str(p.relative_to(staging)): _digest(p) for p in _files(staging)}
+            (staging / _MANIFEST).write_text(json.dumps(digests, indent=1, sort_keys=True))
+            for path in [*_files(staging), staging / _MANIFEST]:
+                _fsync(path)
+            _fsync(staging)
+            if target.exists():
+                # The same step was saved by an incarnation that died after the rename: replace it whole.
+                shutil.rmtree(target)
+            os.rename(staging, target)
+            _fsync(self.root)
+            self._point_to(name)
+        except OSError as error:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise CheckpointError(
+                f"checkpoint {target} could not be written ({error}); earlier checkpoints are untouched. "
+                "Free disk space or change run_dir, then run the same command again"
+            ) from error
+        self._prune()
+        return target
+
+    def _point_to(self, name: str) -> None:
+        temporary = self.root / f".{_POINTER}-{os.getpid()}"
+        with temporary.open("w") as file:
+            file.write(name)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.root / _POINTER)
+        _fsync(self.root)
+
+    def _remove_leftovers(self) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        for path in self.root.glob(".staging-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def names(self) -> list[str]:
+        """Names of all complete-looking checkpoints, oldest first (by modification of the manifest)."""
+        if not self.root.exists():
+            return []
+        manifests = [p / _MANIFEST for p in self.root.iterdir() if not p.name.startswith(".") and p.is_dir()]
+        present = [m for m in manifests if m.exists()]
+        return [m.parent.name for m in sorted(present, key=lambda m: (m.stat().st_mtime_ns, m.parent.name))]
+
+    def _prune(self) -> None:
+        latest = self._pointer()
+        for name in self.names()[: -self.keep]:
+            if name != latest:
+                shutil.rmtree(self.root / name, ignore_errors=True)
+
+    def _pointer(self) -> str | None:
+        pointer = self.root / _POINTER
+        return pointer.read_text().strip() if pointer.exists() else None
+
+    def latest(self) -> Checkpoint | None:
+        """The checkpoint the pointer names, verified; None when there is none.
+
+        Raises ``CheckpointError`` naming the damaged file and an older checkpoint to go back to, if any: a
+        corrupt checkpoint is never skipped in silence.
+        """
+        name = self._pointer()
+        if name is None:
+            return None
+        return self.open(name)
+
+    def open(self, name: str) -> Checkpoint:
+        """Verify every hash and return the checkpoint."""
+        directory = self.root / name
+        try:
+            digests: dict[str, str] = json.loads((directory / _MANIFEST).read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{directory}: no readable manifest ({error}){self._older(name)}") from error
+        for relative, expected in digests.items():
+            path = directory / relative
+            if not path.exists():
+                raise CheckpointError(f"{path}: missing from the checkpoint{self._older(name)}")
+            if _digest(path) != expected:
+                raise CheckpointError(f"{path}: content does not match its hash; the file is corrupt{self._older(name)}")
+        return Checkpoint(directory, json.loads((directory / _STATE).read_text()))
+
+    def _older(self, name: str) -> str:
+        others = [other for other in self.names() if other != name]
+        if not others:
+            return "; no older checkpoint exists: remove the folder to start again"
+        return f"; to go back, write {others[-1]!r} into {self.root / _POINTER}"
