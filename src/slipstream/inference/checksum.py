@@ -1,0 +1,74 @@
+"""One content checksum for a tensor, the same in the trainer, the engine and the publisher.
+
+Owns: ``tensor_checksum`` (numpy arrays and torch tensors) and reading such a checksum back.
+Refuses: importing torch (tensors are recognised by what they offer), cryptographic strength.
+
+A checksum is ``dtype[shape]:crc32``, for example ``bfloat16[3,4]:1c291ca3``.  The dtype and shape are in
+the open so that a mismatch says *what* differs: an engine that holds bfloat16 of a float32 export is a
+different finding from one that kept the old weights.  CRC-32 finds every error of up to 32 bits and
+others with probability 1 - 2**-32; zlib's is the fastest hash of the standard library (2.3 GB/s where SHA-256
+does 0.7 and BLAKE2b 0.4), and it releases the interpreter lock.
+
+>>> import numpy as np
+>>> tensor_checksum(np.zeros((2, 2), np.float32))
+'float32[2,2]:ecbb4b55'
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from typing import Any
+
+import numpy as np
+
+from slipstream.errors import ContractError
+
+_FORM = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[\d,]*)\]:(?P<crc>[0-9a-f]{8})")
+
+
+def _torch_array(tensor: Any) -> tuple[str, Any]:
+    """Dtype name and a C-contiguous numpy view of a torch tensor's bytes (no copy when already so)."""
+    import torch  # only ever reached with a torch tensor in hand
+
+    held = tensor.detach().cpu().contiguous()
+    name = str(held.dtype).removeprefix("torch.")
+    if held.numel() == 0:
+        return name, np.empty(0, np.uint8)
+    # Viewing as bytes works for every dtype, also those numpy does not know (bfloat16, float8).
+    return name, held.reshape(-1).view(torch.uint8).numpy()
+
+
+def tensor_checksum(tensor: Any) -> str:
+    """``dtype[shape]:crc32`` of a numpy array or torch tensor (any device, any strides).
+
+    The value depends on dtype, shape and the elements in row-major order only.
+
+    Raises:
+        ContractError: ``tensor`` is neither.
+    """
+    shape: tuple[int, ...]
+    if isinstance(tensor, np.ndarray | np.generic):
+        array = np.asarray(tensor)
+        shape, name = array.shape, array.dtype.name
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    elif type(tensor).__module__.split(".")[0] == "torch" and hasattr(tensor, "detach"):
+        shape = tuple(int(n) for n in tensor.shape)
+        name, data = _torch_array(tensor)
+    else:
+        raise ContractError(f"cannot checksum a {type(tensor).__name__}; want a numpy array or a torch tensor")
+    return f"{name}[{','.join(map(str, shape))}]:{zlib.crc32(data):08x}"
+
+
+def parse_checksum(text: str) -> tuple[str, tuple[int, ...], str] | None:
+    """``(dtype, shape, crc)``, or None when ``text`` is not one of ours (another engine's hash)."""
+    match = _FORM.fullmatch(text)
+    if match is None:
+        return None
+    shape = tuple(int(n) for n in match["shape"].split(",") if n)
+    return match["dtype"], shape, match["crc"]
+
+
+def tensor_bytes(tensor: Any) -> int:
+    """Size in bytes of a numpy array or torch tensor."""
+    return int(tensor.nbytes)
