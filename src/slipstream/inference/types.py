@@ -33,7 +33,7 @@ class GenerateRequest:
 
     request_id: str
     token_ids: tuple[int, ...]
-    sampling: SamplingSpec = SamplingSpec()
+    sampling: SamplingSpec = SamplingSpec()  # noqa: RUF009 - frozen, so sharing it is safe
     max_tokens: int = 16
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -73,6 +73,8 @@ class GenerateResult:
     cached_tokens: int = 0
     prompt_logprobs: tuple[float | None, ...] | None = None
     """At temperature 1, one per prompt token; None for the first, which nothing predicts."""
+    finished: bool = True
+    """False on the partial results of ``stream``, whose ``finish_reason`` means nothing yet."""
 
 
 @dataclass(frozen=True, slots=True)
