@@ -57,7 +57,7 @@ def tensor_checksum(tensor: Any) -> str:
         name, data = _torch_array(tensor)
     else:
         raise ContractError(f"cannot checksum a {type(tensor).__name__}; want a numpy array or a torch tensor")
-    return f"{name}[{','.join(map(str, shape))}]:{zlib.crc32(memoryview(data)):08x}"
+    return f"{name}[{','.join(map(str, shape))}]:{zlib.crc32(data.data):08x}"
 
 
 def parse_checksum(text: str) -> tuple[str, tuple[int, ...], str] | None:
