@@ -21,6 +21,16 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.algorithms.batch import Batch
+from slipstream.algorithms.objective import LossSpec
+
+__all__ = [
+    "ExportedTensor",
+    "ForwardResult",
+    "LossSpec",
+    "OptimResult",
+    "StepOutput",
+    "TrainingBackend",
+]
 
 
 @dataclass(frozen=True)
@@ -33,24 +43,6 @@ class ForwardResult:
     logprobs: Sequence[npt.NDArray[np.float64]]
     entropy: Sequence[npt.NDArray[np.float64]] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class LossSpec:
-    """What ``forward_backward`` minimises: registry names and settings, the same on every backend.
-
-    ``policy`` is a registered loss name; ``settings`` are its settings; KL and entropy terms are added by
-    the same reducer with the same weights.  ``old_logprobs`` / ``ref_logprobs`` are per row, trained tokens
-    only; ``old_logprobs=None`` means that the behaviour log-probs of the batch are the anchor.
-    """
-
-    policy: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    kl_coef: float = 0.0
-    kl_estimator: str = "k3"
-    entropy_coef: float = 0.0
-    old_logprobs: Sequence[npt.NDArray[np.float64]] | None = None
-    ref_logprobs: Sequence[npt.NDArray[np.float64]] | None = None
 
 
 @dataclass(frozen=True)
