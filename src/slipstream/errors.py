@@ -55,3 +55,7 @@ class DeadlineError(SlipstreamError, TimeoutError):
 
 class BudgetExceededError(SlipstreamError, RuntimeError):
     """More rollouts failed than the run's failure budget allows."""
+
+
+class LedgerError(SlipstreamError, OSError):
+    """A file of a run's ledger is missing, torn or corrupt; the message names the file."""
