@@ -2,72 +2,137 @@
 
 Owns: the settings tree (one class per room), defaults, and the rules inside one section.
 Refuses: torch, engines, and settings that nothing reads (``extra="forbid"``; a test lists the readers).
-Rules that span sections live in ``slipstream.config.plan``.
+Rules that span sections live in ``slipstream.config.checks``; files and overrides in ``slipstream.config.load``.
 
 Units are part of a name or of its description: prompts, samples, tokens, seconds, bytes.
+
+>>> settings = RunSettings.model_validate({"schedule": {"prompts_per_step": 4}})
+>>> settings.schedule.prompts_per_step, settings.rollout.samples_per_prompt
+(4, 8)
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Dtype = Literal["float32", "bfloat16"]
 
+NO_LIMIT = 2**31 - 1
+"""``schedule.steps`` when only ``schedule.epochs`` was given."""
+
+
+def _one_or_many(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+def _top_k(value: int) -> int:
+    if value != -1 and value < 1:
+        raise ValueError("must be -1 (off) or at least 1")
+    return value
+
+
+def _no_empty_text(values: tuple[str, ...]) -> tuple[str, ...]:
+    if any(not value for value in values):
+        raise ValueError("must not hold an empty string")
+    return values
+
+
+def _http_url(urls: tuple[str, ...]) -> tuple[str, ...]:
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"{url!r} is no base URL; write for example http://127.0.0.1:8000")
+    return tuple(url.rstrip("/") for url in urls)
+
+
+def _expand_user(path: Path) -> Path:
+    return path.expanduser()
+
+
+Strings = Annotated[tuple[str, ...], BeforeValidator(_one_or_many), AfterValidator(_no_empty_text)]
+"""A list of strings; a single string is a list of one."""
+
+Urls = Annotated[tuple[str, ...], BeforeValidator(_one_or_many), AfterValidator(_http_url)]
+TopK = Annotated[int, AfterValidator(_top_k)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+RunDir = Annotated[Path, AfterValidator(_expand_user)]
+
 
 class Settings(BaseModel):
-    """Base of every section: frozen, no unknown keys."""
+    """Base of every section: frozen, no unknown keys, no NaN."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class ModelSettings(Settings):
     """Which weights are trained."""
 
-    path: str = Field("smollm2-135m-instruct", description="Local directory, hub id, or the bundled name.")
+    path: str = Field(
+        "smollm2-135m-instruct", min_length=1, description="Local directory, hub id, or the bundled name."
+    )
     dtype: Dtype = Field("bfloat16", description="Dtype of forward and backward; master weights are float32.")
-    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
+        "auto", description="Attention kernel of the trainer; auto takes the packed kernel that fits the device."
+    )
     chat_template: str | None = Field(None, description="Jinja file that replaces the tokenizer's own template.")
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    gradient_checkpointing: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Extra variables of the chat template, such as enable_thinking."
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in backward: less memory, about a third more arithmetic."
+    )
 
 
 class LoraSettings(Settings):
     """Low-rank adapters (peft); rank 0 trains all weights."""
 
-    rank: int = Field(0, ge=0)
-    alpha: float = 16.0
-    dropout: float = Field(0.0, ge=0, lt=1)
-    target_modules: str | list[str] = "all-linear"
+    rank: int = Field(0, ge=0, description="Rank of the adapters; 0 trains all weights.")
+    alpha: float = Field(16.0, gt=0, description="Scale of the adapters: their output is multiplied by alpha / rank.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout probability on the adapters' input.")
+    target_modules: str | list[str] = Field(
+        "all-linear", description="Module names that get an adapter, or all-linear (every linear layer but the head)."
+    )
 
 
 class OptimizerSettings(Settings):
     """AdamW with a warm-up schedule."""
 
-    lr: float = Field(1e-6, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = Field(0.01, ge=0)
+    lr: float = Field(1e-6, ge=0, description="Peak learning rate.")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="Decay rates of AdamW's two moments.")
+    eps: float = Field(1e-8, gt=0, description="Added to the denominator of AdamW's update.")
+    weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Clip the global gradient norm to this.")
     warmup_steps: int = Field(0, ge=0, description="Optimiser steps of linear warm-up.")
-    scheduler: Literal["constant", "linear", "cosine"] = "constant"
-    total_steps: int | None = Field(None, description="Length of the linear/cosine schedule; filled by the plan.")
-    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    scheduler: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Learning rate after the warm-up."
+    )
+    total_steps: int | None = Field(
+        None,
+        ge=1,
+        description="Optimiser steps of the linear/cosine schedule; null is filled in from the run's length.",
+    )
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Where linear/cosine end, as a share of the peak rate.")
 
 
 class TrainingSettings(Settings):
     """The training backend."""
 
-    backend: Literal["torch"] = "torch"
-    optimizer: OptimizerSettings = OptimizerSettings()
-    lora: LoraSettings = LoraSettings()
-    max_tokens_per_microbatch: int = Field(8192, ge=1, description="Input tokens; a shared prompt counts once.")
+    backend: Literal["torch"] = Field("torch", description="Training backend.")
+    optimizer: OptimizerSettings = Field(OptimizerSettings(), description="Optimiser of the RL phase.")
+    lora: LoraSettings = Field(LoraSettings(), description="Low-rank adapters.")
+    max_tokens_per_microbatch: int = Field(
+        8192, ge=1, description="Input tokens of one forward/backward; a shared prompt counts once."
+    )
     logprob_chunk_tokens: int = Field(512, ge=1, description="Tokens per chunk of the vocabulary projection.")
     share_prompts: bool = Field(True, description="Compute a group's common prompt once in the update.")
-    threads: int | None = Field(None, description="CPU threads of the backend; None leaves torch's choice.")
-    determinism: Literal["fast", "exact"] = "fast"
+    threads: int | None = Field(None, ge=1, description="CPU threads of the backend; null leaves torch's choice.")
+    determinism: Literal["fast", "exact"] = Field(
+        "fast", description="exact: the same seed gives bit-equal losses, weights and ledger content."
+    )
 
 
 class AlgorithmSettings(Settings):
@@ -76,49 +141,53 @@ class AlgorithmSettings(Settings):
     advantage: str = Field("grpo", description="Registered advantage estimator.")
     normalize_by_std: bool = Field(True, description="GRPO: divide by the group's standard deviation.")
     loss: str = Field("ppo_clip", description="Registered policy loss.")
-    clip_low: float = Field(0.2, gt=0)
-    clip_high: float = Field(0.2, gt=0)
-    reduction: str = Field("token_mean", description="Registered reduction.")
-    kl_coef: float = Field(0.0, ge=0)
-    kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
-    kl_in: Literal["loss", "reward"] = "loss"
-    entropy_coef: float = 0.0
+    clip_low: float = Field(0.2, gt=0, description="The ratio is clipped from below at 1 - clip_low.")
+    clip_high: float = Field(0.2, gt=0, description="The ratio is clipped from above at 1 + clip_high.")
+    reduction: str = Field("token_mean", description="Registered reduction: how tokens are weighed.")
+    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL term against the initial policy; 0 leaves it out.")
+    kl_estimator: Literal["k1", "k2", "k3", "abs"] = Field("k3", description="Per-token estimate of the KL term.")
+    kl_in: Literal["loss", "reward"] = Field("loss", description="Add the KL term to the loss, or take it off rewards.")
+    entropy_coef: float = Field(0.0, description="Weight of the entropy bonus; 0 leaves it out.")
     old_logprobs: Literal["sampler", "recompute"] = Field(
         "sampler", description="Anchor of the ratio: the sampler's log-probs, or a forward pass before the update."
     )
     epochs_per_step: int = Field(1, ge=1, description="Passes over a step's batch.")
     minibatches_per_step: int = Field(1, ge=1, description="Optimiser steps per pass; groups are never split.")
     drop_zero_variance: bool = Field(True, description="Leave out groups whose voters all earned the same.")
-    zero_variance_tol: float = Field(1e-6, ge=0)
+    zero_variance_tol: float = Field(1e-6, ge=0, description="Reward spread up to which voters earned the same.")
     loss_settings: dict[str, Any] = Field(default_factory=dict, description="Extra settings of the chosen loss.")
 
 
 class SamplingSettings(Settings):
     """How actions are drawn."""
 
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = -1
-    min_p: float = Field(0.0, ge=0, lt=1)
-    repetition_penalty: float = Field(1.0, gt=0)
-    max_tokens_per_turn: int = Field(256, ge=1)
-    stop: tuple[str, ...] = ()
+    temperature: float = Field(1.0, ge=0, description="Softmax temperature; 0 is greedy, for evaluation only.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus mass; 1 is off.")
+    top_k: TopK = Field(-1, description="Most likely tokens kept; -1 is off.")
+    min_p: float = Field(0.0, ge=0, lt=1, description="Least probability, relative to the most likely token; 0 is off.")
+    repetition_penalty: float = Field(1.0, gt=0, description="Divides the logits of tokens seen before; 1 is off.")
+    max_tokens_per_turn: int = Field(256, ge=1, description="New tokens of one turn.")
+    stop: Strings = Field((), description="Strings that end a turn; the whole last token is kept.")
 
 
 class InferenceSettings(Settings):
     """The engine that samples."""
 
-    engine: Literal["embedded", "http"] = "embedded"
-    urls: tuple[str, ...] = Field((), description="Base URLs of running engines (engine=http).")
-    dtype: Dtype = "bfloat16"
+    engine: Literal["embedded", "http"] = Field(
+        "embedded", description="embedded: in this process; http: running servers that speak vLLM's API."
+    )
+    urls: Urls = Field((), description="Base URLs of running engines (engine=http).")
+    dtype: Dtype = Field("bfloat16", description="Dtype of the engine's weights and KV cache.")
     max_batch_size: int = Field(64, ge=1, description="Sequences decoded together.")
-    max_model_len: int | None = Field(None, description="Context length in tokens; None reads the model's config.")
+    max_model_len: int | None = Field(None, ge=2, description="Context in tokens; null reads the model's config.")
     kv_cache_tokens: int = Field(65536, ge=1, description="KV-cache capacity in tokens over all sequences.")
-    prefix_caching: bool = True
-    use_cache_salt: bool = True
-    request_timeout_seconds: float = Field(600.0, gt=0)
-    pause_mode: Literal["abort", "wait", "keep"] = "wait"
-    threads: int | None = None
+    prefix_caching: bool = Field(True, description="Reuse the KV cache of prefixes seen before.")
+    use_cache_salt: bool = Field(True, description="Never share cached prefixes between weight versions.")
+    request_timeout_seconds: float = Field(600.0, gt=0, description="Deadline of one request in seconds.")
+    pause_mode: Literal["abort", "wait", "keep"] = Field(
+        "wait", description="Running requests at a publish: abort ends them, wait finishes them, keep freezes them."
+    )
+    threads: int | None = Field(None, ge=1, description="CPU threads of the engine; null leaves torch's choice.")
 
 
 class FailureBudget(Settings):
@@ -133,90 +202,114 @@ class FailureBudget(Settings):
 class RolloutSettings(Settings):
     """The turn loop."""
 
-    samples_per_prompt: int = Field(8, ge=1)
-    max_turns: int = Field(1, ge=1)
-    max_prompt_tokens: int = Field(1024, ge=1)
-    max_total_tokens: int = Field(2048, ge=2, description="Prompt, actions and observations of one trajectory.")
-    sampling: SamplingSettings = SamplingSettings()
+    samples_per_prompt: int = Field(8, ge=1, description="Samples of one prompt: the size of a group.")
+    max_turns: int = Field(1, ge=1, description="Model turns per trajectory.")
+    max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are left out at load, and counted.")
+    max_total_tokens: int = Field(2048, ge=2, description="Tokens of one trajectory: prompt, actions and observations.")
+    sampling: SamplingSettings = Field(SamplingSettings(), description="How training samples are drawn.")
     env_workers: int = Field(32, ge=1, description="Environments that may run at once.")
-    env_step_seconds: float = Field(30.0, gt=0, description="Deadline of one environment call.")
+    env_step_seconds: float = Field(30.0, gt=0, description="Deadline of one environment call in seconds.")
     concurrency: int = Field(256, ge=1, description="Trajectories in flight at once.")
-    failures: FailureBudget = FailureBudget()
-    zero_reward_on_non_stop: bool = False
+    failures: FailureBudget = Field(FailureBudget(), description="Failures that are tolerated.")
+    zero_reward_on_non_stop: bool = Field(
+        False, description="A sample that did not end by itself earns 0, whatever the environment said."
+    )
     drop_truncated: bool = Field(False, description="Overlong filtering: truncated samples vote but are not trained.")
 
 
 class EnvSettings(Settings):
     """Which environment, and its own settings."""
 
-    id: str = "text2sql"
+    id: str = Field("text2sql", min_length=1, description="Registered environment of rows without env_class.")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Passed to the environment as env_config.")
-    modules: tuple[str, ...] = Field((), description="Modules to import first; they register environments.")
+    modules: Strings = Field((), description="Modules to import first; they register environments.")
 
 
 class DataSettings(Settings):
     """Prompts and SFT rows: files (parquet, json, jsonl), hub names, or ``builtin:NAME``."""
 
-    train: tuple[str, ...] = ()
-    eval: tuple[str, ...] = ()
-    sft: tuple[str, ...] = ()
-    shuffle: bool = True
-    eval_limit: int | None = Field(None, description="Evaluate on the first N rows only.")
+    train: Strings = Field((), description="Training prompts.")
+    eval: Strings = Field((), description="Evaluation prompts; scores are reported per data_source too.")
+    sft: Strings = Field((), description="Chat rows for supervised fine-tuning.")
+    shuffle: bool = Field(True, description="Shuffle prompts in every pass, keyed by the seed and the pass.")
+    eval_limit: int | None = Field(None, ge=1, description="Evaluate on the first N rows only.")
 
 
 class ScheduleSettings(Settings):
-    """Which schedule drives the loop."""
+    """Which schedule drives the loop, and for how long."""
 
-    kind: Literal["sync"] = "sync"
-    prompts_per_step: int = Field(16, ge=1)
-    steps: int = Field(100, ge=0, description="RL steps (a step ends in one publish).")
-    step_deadline_seconds: float = Field(3600.0, gt=0)
-    generate_prompts_per_step: int | None = Field(
-        None, description="Over-sampling: prompts drawn for a step; the first with spread are kept. None = no more."
+    kind: Literal["sync"] = Field("sync", description="sync: sample, train, publish, in turn (staleness 0).")
+    prompts_per_step: int = Field(16, ge=1, description="Prompts (groups) that one step trains on.")
+    steps: int = Field(
+        100, ge=0, description="RL steps (a step ends in one publish). With epochs, whichever comes first."
     )
+    epochs: int | None = Field(
+        None, ge=1, description="Passes over the training prompts; turned into steps when the data is known."
+    )
+    step_deadline_seconds: float = Field(3600.0, gt=0, description="Deadline of one step in seconds.")
+    generate_prompts_per_step: int | None = Field(
+        None,
+        ge=1,
+        description="Over-sampling: prompts drawn for a step; the first with spread are kept. null = no more.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _epochs_alone(cls, data: Any) -> Any:
+        """``epochs`` without ``steps`` means that only the epochs end the run."""
+        if isinstance(data, dict) and data.get("epochs") is not None and "steps" not in data:
+            return {**data, "steps": NO_LIMIT}
+        return data
 
 
 class EvalSettings(Settings):
     """Evaluation: greedy by default; its whole spec is saved with each score."""
 
-    before: bool = True
-    after: bool = True
-    every_steps: int = Field(0, ge=0, description="0 = only before and after.")
-    samples_per_prompt: int = Field(1, ge=1)
-    sampling: SamplingSettings = SamplingSettings(temperature=0.0)
+    before: bool = Field(True, description="Evaluate before the first step.")
+    after: bool = Field(True, description="Evaluate after the last step.")
+    every_steps: int = Field(0, ge=0, description="Evaluate every N steps; 0 = only before and after.")
+    samples_per_prompt: int = Field(1, ge=1, description="Samples per evaluation prompt.")
+    sampling: SamplingSettings = Field(SamplingSettings(temperature=0.0), description="How they are drawn.")
 
 
 class SftSettings(Settings):
     """Supervised fine-tuning through the same spans and loss path."""
 
     steps: int = Field(0, ge=0, description="Optimiser steps; 0 skips the phase.")
-    rows_per_step: int = Field(16, ge=1)
-    optimizer: OptimizerSettings = OptimizerSettings(lr=1e-5)
-    train_on: Literal["all_assistant_messages", "last_assistant_message"] = "all_assistant_messages"
+    rows_per_step: int = Field(16, ge=1, description="Chat rows per optimiser step.")
+    optimizer: OptimizerSettings = Field(OptimizerSettings(lr=1e-5), description="Optimiser of the SFT phase.")
+    train_on: Literal["all_assistant_messages", "last_assistant_message"] = Field(
+        "all_assistant_messages", description="Which assistant messages are learnt."
+    )
 
 
 class CheckpointSettings(Settings):
     """Whole-run checkpoints."""
 
-    every_steps: int = Field(10, ge=0, description="0 = only at the end.")
-    keep: int = Field(2, ge=1)
-    resume: Literal["auto", "never", "must"] = "auto"
+    every_steps: int = Field(10, ge=0, description="Save every N steps; 0 = only at the end.")
+    keep: int = Field(2, ge=1, description="Newest checkpoints that are kept.")
+    resume: Literal["auto", "never", "must"] = Field(
+        "auto", description="auto: go on where run_dir stands; never: start anew; must: fail without a checkpoint."
+    )
 
 
 class LoggingSettings(Settings):
     """Metric sinks; several at once."""
 
-    sinks: tuple[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio"], ...] = ("console", "jsonl")
-    project: str = "slipstream"
-    run_name: str | None = None
+    sinks: Annotated[
+        tuple[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio"], ...],
+        BeforeValidator(_one_or_many),
+    ] = Field(("console", "jsonl"), description="Where metrics go.")
+    project: str = Field("slipstream", description="Project name at the trackers.")
+    run_name: str | None = Field(None, description="Run name at the trackers; null takes run_dir's name.")
     report: bool = Field(True, description="Write report.html at the end.")
 
 
 class RunSettings(Settings):
     """The whole run."""
 
-    run_dir: Path = Path("runs/run")
-    seed: int = 0
+    run_dir: RunDir = Field(Path("runs/run"), description="Everything that a run writes lies in this directory.")
+    seed: int = Field(0, ge=0, description="Keys the sampling noise, the shuffles and every initialisation.")
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
     env: EnvSettings = EnvSettings()
@@ -234,4 +327,6 @@ class RunSettings(Settings):
     def _engine_urls(self) -> RunSettings:
         if self.inference.engine == "http" and not self.inference.urls:
             raise ValueError("inference.engine=http needs inference.urls (the base URLs of running engines)")
+        if self.inference.engine == "embedded" and self.inference.urls:
+            raise ValueError("inference.urls is read only with inference.engine=http; set both or neither")
         return self
