@@ -1,0 +1,184 @@
+"""Planning: algorithm settings that cannot mean what they say are refused before any model loads.
+
+Owns: ``check_algorithm`` and ``loss_spec`` (settings to a ``LossSpec``).  Refuses: running anything.
+
+>>> from slipstream.config.settings import AlgorithmSettings, SamplingSettings
+>>> check_algorithm(AlgorithmSettings(), SamplingSettings(), samples_per_prompt=8)
+[]
+>>> [p.keys[0] for p in check_algorithm(AlgorithmSettings(loss="ppo_clp"), SamplingSettings(), samples_per_prompt=8)]
+['algorithm.loss']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from slipstream.algorithms.advantages import ADVANTAGES
+from slipstream.algorithms.batch import FloatArray
+from slipstream.algorithms.kl import KL_ESTIMATORS
+from slipstream.algorithms.losses import LOSSES, Loss
+from slipstream.algorithms.objective import LossSpec
+from slipstream.algorithms.reduce import REDUCTIONS
+from slipstream.algorithms.registry import Registry
+from slipstream.config.problems import Problem
+from slipstream.config.settings import AlgorithmSettings, SamplingSettings
+from slipstream.errors import SettingsError
+
+_SHARED = ("clip_low", "clip_high")
+"""Loss settings that have a field of their own in ``AlgorithmSettings``."""
+
+
+def loss_spec(
+    settings: AlgorithmSettings,
+    *,
+    old_logprobs: Sequence[FloatArray] | None = None,
+    ref_logprobs: Sequence[FloatArray] | None = None,
+) -> LossSpec:
+    """The spec that these settings mean; KL is part of it only when ``kl_in`` is ``loss``.
+
+    Raises ``SettingsError`` when the loss is unknown or a setting is none of its own.
+    """
+    loss = LOSSES.get(settings.loss)
+    options = {key: getattr(settings, key) for key in _SHARED if key in loss.defaults}
+    options.update(settings.loss_settings)
+    return LossSpec(
+        settings.loss,
+        loss.settings(options),
+        kl_coef=settings.kl_coef if settings.kl_in == "loss" else 0.0,
+        kl_estimator=settings.kl_estimator,
+        entropy_coef=settings.entropy_coef,
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
+    )
+
+
+def check_algorithm(
+    settings: AlgorithmSettings,
+    sampling: SamplingSettings,
+    *,
+    samples_per_prompt: int,
+    prompts_per_step: int | None = None,
+) -> list[Problem]:
+    """Every contradiction between these settings, errors and warnings, none raised."""
+    problems = list(_check_names(settings))
+    if not problems:
+        problems += _check_loss(settings)
+        problems += _check_estimator(settings, samples_per_prompt)
+    problems += _check_kl(settings)
+    problems += _check_sampling(sampling)
+    if prompts_per_step is not None and settings.minibatches_per_step > prompts_per_step:
+        problems.append(
+            Problem(
+                ("algorithm.minibatches_per_step", "schedule.prompts_per_step"),
+                f"{settings.minibatches_per_step} mini-batches cannot be made of {prompts_per_step} whole groups",
+                "use at most one mini-batch per prompt",
+            )
+        )
+    return problems
+
+
+def _check_names(settings: AlgorithmSettings) -> Iterator[Problem]:
+    named: tuple[tuple[str, Registry[Any], str], ...] = (
+        ("algorithm.advantage", ADVANTAGES, settings.advantage),
+        ("algorithm.loss", LOSSES, settings.loss),
+        ("algorithm.reduction", REDUCTIONS, settings.reduction),
+        ("algorithm.kl_estimator", KL_ESTIMATORS, settings.kl_estimator),
+    )
+    for key, registry, name in named:
+        if problem := _refused((key,), partial(registry.get, name), "choose a known name"):
+            yield problem
+
+
+def _refused(keys: tuple[str, ...], call: Callable[[], Any], mend: str) -> Problem | None:
+    """The ``SettingsError`` of ``call`` as a problem, or None when it raises none."""
+    try:
+        call()
+    except SettingsError as error:
+        return Problem(keys, str(error), mend)
+    return None
+
+
+def _check_loss(settings: AlgorithmSettings) -> Iterator[Problem]:
+    loss: Loss = LOSSES.get(settings.loss)
+    keys = ("algorithm.loss_settings", "algorithm.loss")
+    if problem := _refused(keys, partial(loss.settings, settings.loss_settings), "remove or rename it"):
+        yield problem
+    for key in _SHARED:
+        if key in settings.loss_settings:
+            yield Problem(
+                (f"algorithm.loss_settings.{key}", f"algorithm.{key}"),
+                "the same setting is given in two places",
+                f"set algorithm.{key} only",
+            )
+        elif key in settings.model_fields_set and key not in loss.defaults:
+            yield Problem(
+                (f"algorithm.{key}", "algorithm.loss"),
+                f"loss {settings.loss!r} does not clip, so {key} would do nothing",
+                f"remove algorithm.{key}, or choose a clipping loss such as ppo_clip",
+            )
+    if loss.likelihood:
+        yield Problem(
+            ("algorithm.loss",),
+            f"{settings.loss!r} learns given text and ignores rewards; it is no policy loss",
+            "use ppo_clip here; the sft section trains by likelihood",
+        )
+
+
+def _check_estimator(settings: AlgorithmSettings, samples_per_prompt: int) -> Iterator[Problem]:
+    estimator = ADVANTAGES.get(settings.advantage)
+    if estimator.group_relative and samples_per_prompt < 2:
+        yield Problem(
+            ("algorithm.advantage", "rollout.samples_per_prompt"),
+            f"{settings.advantage!r} compares the samples of one prompt; with one sample every advantage is 0",
+            "use rollout.samples_per_prompt >= 2",
+        )
+    if "normalize_by_std" in settings.model_fields_set and "normalize_by_std" not in estimator.defaults:
+        yield Problem(
+            ("algorithm.normalize_by_std", "algorithm.advantage"),
+            f"{settings.advantage!r} does not divide by a standard deviation, so this would do nothing",
+            "remove algorithm.normalize_by_std, or use grpo",
+        )
+
+
+def _check_kl(settings: AlgorithmSettings) -> Iterator[Problem]:
+    if settings.kl_coef == 0:
+        if settings.kl_in == "reward":
+            yield Problem(
+                ("algorithm.kl_in", "algorithm.kl_coef"),
+                "kl_in=reward with kl_coef=0 asks for a penalty of nothing",
+                "set algorithm.kl_coef > 0, or remove kl_in",
+            )
+        elif "kl_estimator" in settings.model_fields_set:
+            yield Problem(
+                ("algorithm.kl_estimator", "algorithm.kl_coef"),
+                "a KL estimator is chosen but kl_coef is 0, so no KL is computed",
+                "set algorithm.kl_coef > 0, or remove kl_estimator",
+                "warning",
+            )
+    elif settings.kl_in == "loss" and settings.kl_estimator == "k1":
+        yield Problem(
+            ("algorithm.kl_estimator", "algorithm.kl_in"),
+            "the gradient of k1 in the loss is zero on average, so it restrains nothing",
+            "use k2 or k3 in the loss, or kl_in=reward",
+            "warning",
+        )
+
+
+def _check_sampling(sampling: SamplingSettings) -> Iterator[Problem]:
+    if sampling.temperature == 0:
+        yield Problem(
+            ("rollout.sampling.temperature",),
+            "greedy samples have no distribution to score and cannot be trained on",
+            "use a temperature > 0 (1.0 is usual); eval.sampling may be greedy",
+        )
+    neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    for key, off in neutral.items():
+        if getattr(sampling, key) != off:
+            yield Problem(
+                (f"rollout.sampling.{key}",),
+                f"{key}={getattr(sampling, key)} makes the sampler draw from another distribution than the trainer "
+                "scores, and kept sets are not replayed, so every ratio would be wrong",
+                f"use {key}={off} for training; eval.sampling may truncate",
+            )

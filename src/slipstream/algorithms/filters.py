@@ -1,0 +1,180 @@
+"""Filters: which voters are left out of training, and why.
+
+Owns: the zero-variance filter, overlong filtering, zeroing the reward of cut-off answers; decisions with
+reasons, and what became of every member.  Refuses: dropping anything silently, touching baselines: a
+filtered trajectory keeps its vote.
+
+Every filter judges one group at a time by that group alone, so a step's pool gives the same decisions whether
+groups arrive together or one by one, in any order.
+
+    result = apply_filters(groups, settings.algorithm, settings.rollout)
+    advantages = compute_advantages(result.groups, settings.algorithm)
+    batch = compile_batch(result.groups, advantages, reduction, excluded=result.excluded)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from slipstream.algorithms.advantages import ADVANTAGES
+from slipstream.algorithms.registry import Registry
+from slipstream.config.settings import AlgorithmSettings, RolloutSettings
+from slipstream.errors import ContractError
+from slipstream.trajectory import Group, Trajectory, Truncated
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One trajectory is left out of training (``exclude``) or has its reward set to 0 (``zero_reward``).
+
+    ``reason`` is a stable short name for the record; ``tokens`` is how many sampled tokens it concerns.
+    """
+
+    action: Literal["exclude", "zero_reward"]
+    reason: str
+    group_id: str
+    trajectory_id: str
+    tokens: int
+
+
+GroupFilter = Callable[[Group, AlgorithmSettings, RolloutSettings], Iterable[Decision]]
+FILTERS: Registry[GroupFilter] = Registry("filter")
+
+
+def register_filter(name: str) -> Callable[[GroupFilter], GroupFilter]:
+    """Decorator: register a function that yields ``exclude`` decisions about one group's voters."""
+
+    def add(function: GroupFilter) -> GroupFilter:
+        FILTERS.add(name, function)
+        return function
+
+    return add
+
+
+def _exclude(member: Trajectory, reason: str) -> Decision:
+    return Decision("exclude", reason, member.group_id, member.trajectory_id, member.sampled_tokens)
+
+
+def has_spread(group: Group, tol: float) -> bool:
+    """Whether the voters' total rewards differ by more than ``tol``; a lone voter has no spread."""
+    totals = [member.total_reward for member in group.voters]
+    return bool(totals) and max(totals) - min(totals) > tol
+
+
+@register_filter("zero_variance")
+def zero_variance(group: Group, algorithm: AlgorithmSettings, rollout: RolloutSettings) -> Iterable[Decision]:
+    """Leave out groups whose voters all earned the same: every group-relative advantage in them is 0.
+
+    Works on totals, so it does not matter whether rewards came per token, per turn or at the end.  A lone voter
+    goes too (reason ``lone_voter``) unless the estimator has a baseline from outside of the group.
+    """
+    if not algorithm.drop_zero_variance or has_spread(group, algorithm.zero_variance_tol):
+        return []
+    voters = group.voters
+    if len(voters) == 1 and not ADVANTAGES.get(algorithm.advantage).group_relative:
+        return []
+    return [_exclude(member, "zero_variance" if len(voters) > 1 else "lone_voter") for member in voters]
+
+
+@register_filter("truncated")
+def truncated(group: Group, algorithm: AlgorithmSettings, rollout: RolloutSettings) -> Iterable[Decision]:
+    """Overlong filtering (DAPO, 2503.14476): cut-off answers vote but are not trained."""
+    if not rollout.drop_truncated:
+        return []
+    return [_exclude(member, "truncated") for member in group.voters if isinstance(member.outcome, Truncated)]
+
+
+def cut_off(member: Trajectory) -> bool:
+    """Whether the trajectory did not end by itself: a budget ended it, or its last turn did not stop."""
+    return isinstance(member.outcome, Truncated) or bool(member.turns and member.turns[-1].finish_reason != "stop")
+
+
+def zero_rewards_of_cut_off(group: Group) -> tuple[Group, list[Decision]]:
+    """A copy of the group in which voters that were cut off earned 0; their components keep their names."""
+    decisions: list[Decision] = []
+    members: list[Trajectory] = []
+    for member in group.members:
+        if member.votes and cut_off(member):
+            decisions.append(
+                Decision("zero_reward", "non_stop", group.group_id, member.trajectory_id, member.sampled_tokens)
+            )
+            member = replace(member, rewards=tuple(replace(reward, value=0.0) for reward in member.rewards))
+        members.append(member)
+    return (replace(group, members=tuple(members)) if decisions else group), decisions
+
+
+@dataclass(frozen=True)
+class FilterResult:
+    """``groups`` to estimate on (all of them, rewards possibly zeroed) and who is left out of training."""
+
+    groups: tuple[Group, ...]
+    decisions: tuple[Decision, ...]
+
+    @property
+    def excluded(self) -> dict[str, str]:
+        """Reason by trajectory id, of those left out; the first filter that spoke wins."""
+        out: dict[str, str] = {}
+        for decision in self.decisions:
+            if decision.action == "exclude":
+                out.setdefault(decision.trajectory_id, decision.reason)
+        return out
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Trajectories by reason, zeroed rewards included."""
+        reasons = [d.reason for d in self.decisions if d.action == "zero_reward"] + list(self.excluded.values())
+        return {reason: reasons.count(reason) for reason in sorted(set(reasons))}
+
+
+def apply_filters(
+    groups: Sequence[Group],
+    algorithm: AlgorithmSettings,
+    rollout: RolloutSettings,
+    names: Sequence[str] = ("zero_variance", "truncated"),
+) -> FilterResult:
+    """Run the reward rule, then the named filters, over a step's groups.
+
+    ``names`` are registered filters; each checks its own setting.  Raises ``ContractError`` when a filter
+    excludes a member that does not vote (those are absent already, with their own reason).
+    """
+    filters = [FILTERS.get(name) for name in names]
+    kept: list[Group] = []
+    decisions: list[Decision] = []
+    for group in groups:
+        if rollout.zero_reward_on_non_stop:
+            group, zeroed = zero_rewards_of_cut_off(group)
+            decisions.extend(zeroed)
+        voters = {member.trajectory_id for member in group.voters}
+        for judge in filters:
+            for decision in judge(group, algorithm, rollout):
+                if decision.trajectory_id not in voters:
+                    raise ContractError(f"filter: {decision.trajectory_id} is no voter of group {group.group_id}")
+                decisions.append(decision)
+        kept.append(group)
+    return FilterResult(tuple(kept), tuple(decisions))
+
+
+def dispositions(groups: Sequence[Group], excluded: Mapping[str, str]) -> dict[str, str]:
+    """What became of each member: ``trained``, ``filtered:<reason>`` or ``failed`` (it had no vote)."""
+    out: dict[str, str] = {}
+    for group in groups:
+        for member in group.members:
+            tid = member.trajectory_id
+            if not member.votes:
+                out[tid] = "failed"
+            else:
+                out[tid] = f"filtered:{excluded[tid]}" if tid in excluded else "trained"
+    return out
+
+
+def token_split(groups: Sequence[Group], excluded: Mapping[str, str]) -> dict[str, int]:
+    """Sampled tokens of these groups by what became of them; the parts sum to ``sampled``."""
+    fate = dispositions(groups, excluded)
+    out = {"sampled": 0, "trained": 0, "filtered": 0, "failed": 0}
+    for group in groups:
+        for member in group.members:
+            out["sampled"] += member.sampled_tokens
+            out[fate[member.trajectory_id].partition(":")[0]] += member.sampled_tokens
+    return out
