@@ -1,0 +1,180 @@
+"""Log-probs and entropy of trained tokens, without ever holding the logits of more than one chunk.
+
+Owns: the vocabulary projection and its gradient.  Refuses: which tokens are trained, losses.
+
+The forward pass keeps one float32 log-sum-exp per token; the backward pass computes a chunk's logits again
+(the last chunk's are kept, since a chunk may live anyway).  All reductions over the vocabulary are float32.
+
+Formulas, with ``z = cap(h W^T + b) / temperature``, ``p = softmax(z)``, ``H = -sum p log p``:
+``d log p_target / dz = onehot - p`` and ``dH/dz = -p (log p + H)``, where ``p = 0`` contributes 0 even when
+``log p = -inf``.
+
+Shape legend: ``N`` tokens, ``D`` hidden size, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Rows of a chunk are reduced in slices of about this many elements, so that the passes of one slice
+# (widen, max, exp, sum) run in cache.
+_SLICE_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Head:
+    """The vocabulary projection: ``weight_VD``, optional ``bias_V``, optional final soft cap (gemma)."""
+
+    weight_VD: Tensor
+    bias_V: Tensor | None = None
+    softcap: float | None = None
+
+
+def score_tokens(
+    hidden_ND: Tensor,
+    head: Head,
+    targets_N: Tensor,
+    temperature_N: Tensor,
+    *,
+    chunk: int = 512,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Float32 log-probs (and entropies) of ``targets_N`` under ``temperature_N``, differentiable.
+
+    Args:
+        hidden_ND: last hidden state at the predicting positions.
+        head: the projection; its gradient is computed only where it requires one.
+        targets_N: int64 ids.
+        temperature_N: float32, > 0; logits are divided by it.
+        chunk: tokens projected together.
+        entropy: also return the entropy of each predicting distribution.
+    """
+    logprobs, entropies = _Score.apply(
+        hidden_ND, head.weight_VD, head.bias_V, targets_N, temperature_N, chunk, entropy, head.softcap
+    )
+    return logprobs, entropies if entropy else None
+
+
+def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(hidden, weight, bias)
+
+
+def _logits(raw: Tensor, temperature: Tensor, softcap: float | None) -> Tensor:
+    """A fresh float32 tensor of capped, tempered logits."""
+    z = raw.to(torch.float32, copy=True)
+    if softcap is not None:
+        z.div_(softcap).tanh_().mul_(softcap)
+    return z.div_(temperature[:, None])
+
+
+class _Score(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: Tensor,
+        chunk: int,
+        entropy: bool,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        total, vocab = hidden.shape[0], weight.shape[0]
+        step = max(1, _SLICE_ELEMENTS // vocab)
+        lse, picked, entropies = (torch.zeros(total, dtype=torch.float32, device=hidden.device) for _ in range(3))
+        raw = None
+        for start in range(0, total, chunk):
+            raw = _project(hidden[start : start + chunk], weight, bias)
+            for low in range(0, raw.shape[0], step):
+                at = slice(start + low, min(start + low + step, start + raw.shape[0]))
+                z = _logits(raw[low : low + step], temperature[at], softcap)
+                picked[at] = z.gather(1, targets[at, None])[:, 0]
+                top = z.amax(1, keepdim=True)
+                if entropy:
+                    p = (z - top).exp_()
+                    mass = p.sum(1)
+                    # Zero mass times -inf is 0, the limit of p log p.
+                    mean = torch.where(p > 0, p * (z - top), 0.0).sum(1) / mass
+                    entropies[at] = mass.log() - mean
+                else:
+                    mass = z.sub_(top).exp_().sum(1)
+                lse[at] = mass.log() + top[:, 0]
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropies)
+        ctx.last = raw if any(ctx.needs_input_grad[:3]) else None
+        ctx.chunk, ctx.entropy, ctx.softcap, ctx.step = chunk, entropy, softcap, step
+        return picked - lse, entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, temperature, lse, entropies = ctx.saved_tensors
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        d_hidden = torch.empty_like(hidden) if need_hidden else None
+        d_weight: Tensor | None = None
+        d_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=hidden.device) if need_bias else None
+        starts = list(range(0, hidden.shape[0], ctx.chunk))
+        for start in starts:
+            h = hidden[start : start + ctx.chunk]
+            kept = ctx.last if start == starts[-1] else None
+            raw = kept if kept is not None else _project(h, weight, bias)
+            for low in range(0, raw.shape[0], ctx.step):
+                at = slice(start + low, min(start + low + ctx.step, start + raw.shape[0]))
+                entropy = (grad_entropy[at], entropies[at]) if ctx.entropy else None
+                raw[low : low + ctx.step] = _logit_gradient(
+                    raw[low : low + ctx.step],
+                    targets[at],
+                    temperature[at],
+                    lse[at],
+                    grad_logprob[at],
+                    entropy,
+                    ctx.softcap,
+                )
+            # ``raw`` now holds the gradient with respect to the logits.
+            if d_hidden is not None:
+                d_hidden[start : start + ctx.chunk] = raw @ weight
+            if need_weight:
+                part = raw.t() @ h
+                if len(starts) == 1:
+                    d_weight = part
+                else:  # sums over chunks stay in float32, so that the chunk size does not cost precision
+                    d_weight = part.float() if d_weight is None else d_weight.add_(part)
+            if d_bias is not None:
+                d_bias += raw.sum(0, dtype=torch.float32)
+        ctx.last = None
+        return (
+            d_hidden,
+            d_weight.to(weight.dtype) if d_weight is not None else None,
+            d_bias.to(bias.dtype) if d_bias is not None else None,
+            *(None,) * 5,
+        )
+
+
+def _logit_gradient(
+    raw: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    lse: Tensor,
+    grad_logprob: Tensor,
+    entropy: tuple[Tensor, Tensor] | None,
+    softcap: float | None,
+) -> Tensor:
+    """Gradient with respect to the raw logits of one slice, float32."""
+    z = _logits(raw, temperature, softcap)
+    slope = None
+    if softcap is not None:
+        slope = 1 - (z * (temperature[:, None] / softcap)).square_()
+    if entropy is None:
+        z.sub_(lse[:, None]).exp_().mul_(-grad_logprob[:, None])
+    else:
+        grad_entropy, value = entropy
+        log_p = z.sub_(lse[:, None])
+        p = log_p.exp()
+        surprise = torch.where(p > 0, log_p + value[:, None], 0.0)
+        z = p.mul_(-grad_logprob[:, None] - grad_entropy[:, None] * surprise)
+    z.scatter_add_(1, targets[:, None], grad_logprob[:, None])
+    z.div_(temperature[:, None])
+    return z.mul_(slope) if slope is not None else z
