@@ -1,0 +1,345 @@
+"""The turn loop: token in, token out.
+
+Owns: one episode, from the prompt to an outcome; the only place where a policy and an environment talk.
+Refuses: groups, retries, advantages.  Nothing that breaks in a turn is an exception here: it is an outcome.
+
+One turn: the row's ids go to the engine as they are; what comes back is a SAMPLED span with its log-probs, versions
+and sampling spec; the text goes to the environment; its messages are rendered behind the turn as an OBSERVATION.
+The list of messages that the environment's ``init`` returned is the history, and stays the same object throughout
+(environments may edit it); the turn and the observations are appended to it after ``step``.
+
+How an episode ends:
+
+* ``Completed``: the environment said ``done`` and the last turn ended by itself.
+* ``Truncated``: ``turn_tokens`` (the last turn was cut), ``total_tokens`` or ``context`` (no room for another turn),
+  ``max_turns``.  Rewards earned so far stay.
+* ``Failed``: see ``trajectory.Failed``; sampled tokens stay in the record and are not trained.
+
+>>> trajectory = await Episode(job, services).run()   # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from slipstream.config.settings import RolloutSettings
+from slipstream.errors import ContractError, InferenceError
+from slipstream.inference.types import GenerateRequest, GenerateResult
+from slipstream.rollout.environment import EnvCounters, EnvFactory, EnvFault, EnvSession, StepResult
+from slipstream.rollout.envpool import EnvPool
+from slipstream.rollout.renderer import Renderer, TemplateError
+from slipstream.rollout.rows import RowBuilder
+from slipstream.rollout.types import GroupTask, sampling_spec
+from slipstream.trajectory import (
+    Cancelled,
+    Completed,
+    Failed,
+    Message,
+    Outcome,
+    Reward,
+    Row,
+    SampleKey,
+    Span,
+    Trajectory,
+    Truncated,
+    Turn,
+)
+
+Submit = Callable[[GenerateRequest], Awaitable[GenerateResult]]
+_IDLE_ABORTS = 3
+_MIX = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True)
+class Services:
+    """What every episode of a generator shares."""
+
+    renderer: Renderer
+    pool: EnvPool
+    counters: EnvCounters
+    env_factory: EnvFactory
+    settings: RolloutSettings
+    seed: int
+    context_tokens: int
+    cache_salt: str | None = None
+    model: str = "policy"
+
+
+@dataclass(frozen=True)
+class Job:
+    """Which episode: the group's task, the sample's index, and how often it was tried before."""
+
+    task: GroupTask
+    sample: int
+    attempt: int
+
+    @property
+    def trajectory_id(self) -> str:
+        """``group/sSAMPLE/aATTEMPT``."""
+        return f"{self.task.group_id}/s{self.sample}/a{self.attempt}"
+
+
+@dataclass(frozen=True)
+class _Reply:
+    """One turn as sampled; its spans are in the builder already."""
+
+    tokens: int
+    text: str
+    finish_reason: str
+    stop_reason: int | str | None
+    seconds: float
+
+
+class _Stop(Exception):
+    """Not an error: it carries an outcome out of the loop."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome)
+        self.outcome = outcome
+
+
+class Episode:
+    """One try at one sample.  ``run`` is called once."""
+
+    def __init__(self, job: Job, services: Services, submit: Submit) -> None:
+        self.job = job
+        self._services = services
+        self._submit = submit
+        settings = job.task.sampling or services.settings.sampling
+        self._sampling = settings
+        self._spec = sampling_spec(settings)
+        self._builder: RowBuilder | None = None
+        self._turns: list[Turn] = []
+        self._rewards: list[Reward] = []
+        self._session: EnvSession | None = None
+        self._prompt: tuple[Message, ...] = job.task.messages
+        self._metrics: dict[str, float] = {}
+        self._started = time.perf_counter()
+
+    async def run(self) -> Trajectory:
+        """Play the episode; the environment is closed whatever happens.
+
+        A cancelled task raises ``CancelledError`` as usual; ``trajectory(Cancelled(...))`` tells what there was.
+        """
+        try:
+            outcome = await self._play()
+            if self._session is not None and not isinstance(outcome, Failed):
+                self._metrics = await self._session.metrics()
+        finally:
+            if self._session is not None:
+                await self._session.close()
+        return self.trajectory(outcome)
+
+    def trajectory(self, outcome: Outcome) -> Trajectory:
+        """The record of the episode as far as it got."""
+        job, task = self.job, self.job.task
+        rows: tuple[Row, ...] = self._builder.rows() if self._builder is not None else ()
+        return Trajectory(
+            trajectory_id=job.trajectory_id,
+            group_id=task.group_id,
+            prompt_uid=task.prompt_uid,
+            sample=job.sample,
+            attempt=job.attempt,
+            rows=rows,
+            turns=tuple(self._turns),
+            rewards=tuple(self._rewards),
+            outcome=outcome,
+            scheduled_step=task.scheduled_step,
+            pass_index=task.pass_index,
+            env_class=task.env_class,
+            env_revision=self._session.revision if self._session is not None else "",
+            data_source=task.data_source,
+            prompt=self._prompt,
+            env_metrics=dict(self._metrics),
+            seconds=time.perf_counter() - self._started,
+        )
+
+    def cancelled(self, why: str) -> Trajectory:
+        """The record of an episode that was taken back."""
+        return self.trajectory(Cancelled(why))
+
+    async def _play(self) -> Outcome:
+        try:
+            history, builder = await self._begin()
+            for turn in range(self._services.settings.max_turns):
+                reply = await self._generate(turn, builder)
+                step = await self._act(turn, reply, history)
+                ended = self._ended(step, reply)
+                if ended is not None:
+                    return ended
+                if turn + 1 < self._services.settings.max_turns:
+                    self._observe(turn, reply, step, history, builder)
+            return Truncated("max_turns")
+        except _Stop as stop:
+            return stop.outcome
+        except EnvFault as fault:
+            return Failed(fault.fault, fault.reason, fault.retryable)
+        except TemplateError as error:
+            return Failed("template", str(error), retryable=False)
+
+    async def _begin(self) -> tuple[list[Message], RowBuilder]:
+        services, task = self._services, self.job.task
+        settings = services.settings
+        self._session = await EnvSession.open(
+            services.pool,
+            services.env_factory,
+            task.env_class,
+            {**task.extras, "max_turns": settings.max_turns},
+            settings.env_step_seconds,
+            services.counters,
+        )
+        history = await self._session.init(task.messages)
+        if not history:
+            raise EnvFault("env_type", "init returned no messages", retryable=False)
+        self._prompt = tuple(dict(message) for message in history)
+        builder = RowBuilder(services.renderer, history)
+        if not builder.ids:
+            raise _Stop(Failed("template", "the chat template rendered an empty prompt", retryable=False))
+        limit = min(settings.max_prompt_tokens, self._limit()[0] - 1)
+        if len(builder.ids) > limit:
+            raise _Stop(
+                Failed(
+                    "prompt_too_long",
+                    f"the prompt has {len(builder.ids)} tokens, the limit is {limit} (rollout.max_prompt_tokens, "
+                    "rollout.max_total_tokens and the engine's context); raise it or filter the data",
+                    retryable=False,
+                )
+            )
+        self._builder = builder
+        return history, builder
+
+    def _limit(self) -> tuple[int, str]:
+        """Tokens a row may have, and the name of the budget that says so."""
+        total, context = self._services.settings.max_total_tokens, self._services.context_tokens
+        return (total, "total_tokens") if total <= context else (context, "context")
+
+    # ---- sampling
+
+    async def _generate(self, turn: int, builder: RowBuilder) -> _Reply:
+        """One turn from the engine.
+
+        An engine that was interrupted (``abort``) returns what it has; the turn goes on from there.
+        """
+        started = time.perf_counter()
+        budget = min(self._sampling.max_tokens_per_turn, self._limit()[0] - len(builder.ids))
+        parts: list[GenerateResult] = []
+        idle = 0
+        while True:
+            made = sum(len(part.token_ids) for part in parts)
+            result = await self._ask(turn, builder, budget - made, part=len(parts) + idle)
+            if result.token_ids:
+                builder.add(self._span(turn, result))
+                parts.append(result)
+            elif result.finish_reason == "abort":
+                idle += 1
+            if result.finish_reason != "abort" or made + len(result.token_ids) >= budget or idle >= _IDLE_ABORTS:
+                break
+        if not parts:
+            raise _Stop(Failed("empty_generation", f"turn {turn}: the engine returned no tokens", retryable=True))
+        finish = "length" if result.finish_reason == "abort" and idle < _IDLE_ABORTS else result.finish_reason
+        reply = _Reply(
+            sum(len(part.token_ids) for part in parts),
+            self._text(parts),
+            finish,
+            result.stop_reason,
+            time.perf_counter() - started,
+        )
+        if finish == "abort":
+            self._turns.append(Turn(turn, reply.text, (), finish, None, reply.seconds))
+            raise _Stop(Failed("engine_abort", f"turn {turn}: the engine keeps aborting the request", retryable=True))
+        return reply
+
+    async def _ask(self, turn: int, builder: RowBuilder, max_tokens: int, part: int) -> GenerateResult:
+        job, services, sampling = self.job, self._services, self._sampling
+        key = SampleKey(services.seed, job.task.prompt_uid, job.task.pass_index, job.sample, job.attempt, turn)
+        request = GenerateRequest(
+            request_id=f"{job.trajectory_id}/t{turn}" + (f".{part}" if part else ""),
+            token_ids=tuple(builder.ids),
+            sampling=self._spec,
+            max_tokens=max_tokens,
+            stop=sampling.stop,
+            # A continuation draws fresh noise: reusing position 0's would repeat the start of the turn.
+            seed=(key.derive() + part * _MIX) & 0x7FFFFFFFFFFFFFFF,
+            model=services.model,
+            session_id=job.trajectory_id,
+            group_id=job.task.group_id,
+            cache_salt=services.cache_salt,
+        )
+        try:
+            return await self._submit(request)
+        except (InferenceError, TimeoutError, OSError) as error:  # fault boundary: an engine may die
+            reason = f"turn {turn}: {type(error).__name__}: {error}"
+            raise _Stop(Failed("engine_error", reason, retryable=True)) from error
+
+    def _span(self, turn: int, result: GenerateResult) -> Span:
+        try:
+            return Span.sampled(result.token_ids, result.logprobs, result.versions, self._spec, turn)
+        except ContractError as error:
+            reason = f"turn {turn}: the engine's answer breaks the contract: {error}"
+            raise _Stop(Failed("engine_contract", reason, retryable=False)) from error
+
+    def _text(self, parts: list[GenerateResult]) -> str:
+        if len(parts) == 1:
+            return parts[0].text
+        text = self._services.renderer.decode([token for part in parts for token in part.token_ids])
+        stop = parts[-1].stop_reason
+        at = text.find(stop) if isinstance(stop, str) else -1
+        return text if at < 0 else text[:at]
+
+    # ---- the environment
+
+    async def _act(self, turn: int, reply: _Reply, history: list[Message]) -> StepResult:
+        """Give the turn to the environment, then append it and the observations to the history."""
+        assert self._session is not None
+        before = self._session.env_seconds
+        info = {"finish_reason": reply.finish_reason, "stop_reason": reply.stop_reason, "tokens": reply.tokens}
+        observations: tuple[Message, ...] = ()
+        try:
+            step = await self._session.step(reply.text, info)
+            observations = step.observations
+        finally:  # the turn is recorded also when the environment breaks on it
+            self._turns.append(
+                Turn(
+                    turn,
+                    reply.text,
+                    observations,
+                    reply.finish_reason,
+                    reply.stop_reason,
+                    reply.seconds,
+                    self._session.env_seconds - before,
+                )
+            )
+        self._rewards.extend(Reward(turn, value, name) for name, value in step.components.items())
+        action = reply.text if step.postprocessed_action is None else step.postprocessed_action
+        history.append({"role": "assistant", "content": action})
+        history.extend(dict(message) for message in step.observations)
+        return step
+
+    def _ended(self, step: StepResult, reply: _Reply) -> Outcome | None:
+        if not step.done:
+            return None
+        if reply.finish_reason != "length":
+            return Completed()
+        whole_turn = reply.tokens >= self._sampling.max_tokens_per_turn
+        return Truncated("turn_tokens" if whole_turn else self._limit()[1])
+
+    def _observe(self, turn: int, reply: _Reply, step: StepResult, history: list[Message], builder: RowBuilder) -> None:
+        """Put the observations behind the turn, or stop when no token could follow them."""
+        action = reply.text if step.postprocessed_action is None else step.postprocessed_action
+        glue = builder.plan(action, history, rewritten=action != reply.text)
+        limit, budget = self._limit()
+        if builder.length_after(glue) >= limit:
+            raise _Stop(Truncated(budget))
+        builder.apply(glue, turn)
+
+
+async def run_cancellable(episode: Episode, on_cancel: Callable[[Trajectory], None]) -> Trajectory:
+    """``episode.run()``; a cancelled episode's record goes to ``on_cancel`` before the cancellation goes on."""
+    try:
+        return await episode.run()
+    except asyncio.CancelledError:
+        on_cancel(episode.cancelled("the task was cancelled"))
+        raise

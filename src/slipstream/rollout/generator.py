@@ -1,0 +1,205 @@
+"""The default generator: a group's episodes side by side, with retries and a failure budget.
+
+Owns: concurrency, retries, the failure ledger, exact mode's waves, the life of the environment pool.
+Refuses: what happens inside an episode (``episode``), which groups are made (``schedule``).
+
+Lifecycle: construct -> ``await start()`` (checks the chat template; implied by the first group) ->
+``generate_group`` any number of times, also at once -> ``await aclose()``.  In exact mode call all ``generate_group``
+of a step together (``asyncio.gather``) or use ``generate_groups``: the members of a wave are those groups that have
+been asked for when the first episode asks the engine.
+
+>>> generator = TurnGenerator(engine, Renderer(tokenizer), env_factory, settings, seed=0)  # doctest: +SKIP
+>>> group = await generator.generate_group(task)                                          # doctest: +SKIP
+>>> [member.outcome.kind for member in group.members]                                     # doctest: +SKIP
+['completed', 'failed']
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from slipstream.config.settings import EnvSettings, RolloutSettings
+from slipstream.inference.types import Engine
+from slipstream.rollout.environment import EnvCounters, EnvFactory
+from slipstream.rollout.envpool import EnvPool
+from slipstream.rollout.episode import Episode, Job, Services, run_cancellable
+from slipstream.rollout.failures import FailureLedger
+from slipstream.rollout.renderer import Renderer, TemplateReport
+from slipstream.rollout.types import (
+    AttemptCancelled,
+    AttemptSuperseded,
+    GroupFinished,
+    GroupTask,
+    OnEvent,
+    RolloutEvent,
+)
+from slipstream.rollout.waves import DirectLine, Line, WaveGate
+from slipstream.trajectory import Failed, Group, Trajectory
+
+
+def make_env_factory(settings: EnvSettings) -> EnvFactory:
+    """``slipstream.envs.make`` with ``env_config`` and ``extras``, as skyrl-gym's generator calls it."""
+    from slipstream.envs import make
+
+    def factory(env_class: str, extras: dict[str, Any]) -> Any:
+        return make(env_class, env_config=dict(settings.kwargs), extras=extras)
+
+    return factory
+
+
+class TurnGenerator:
+    """See the module's docstring.
+
+    Args:
+        engine: any ``Engine``.
+        renderer: the one renderer of the run; the engine's EOS ids are added to it at ``start``.
+        env_factory: ``(env_class, extras) -> environment``.
+        settings: budgets, concurrency, sampling defaults.
+        seed: the run's seed; noise is keyed by ``SampleKey``.
+        determinism: ``exact`` submits lock-step waves (``concurrency`` then does not bound; the engine's batch does).
+        engine_seconds: deadline of one engine call (of one wave in exact mode).
+        use_cache_salt: separate prefix caches by weight version, as captured when a group starts.
+        on_event: told of superseded and cancelled attempts and finished groups, on the event loop.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        env_factory: EnvFactory,
+        settings: RolloutSettings,
+        seed: int,
+        *,
+        determinism: Literal["fast", "exact"] = "fast",
+        engine_seconds: float = 600.0,
+        use_cache_salt: bool = False,
+        model: str = "policy",
+        on_event: OnEvent | None = None,
+    ) -> None:
+        self.engine, self.renderer, self.settings, self.seed = engine, renderer, settings, seed
+        self.counters = EnvCounters()
+        self.pool = EnvPool(settings.env_workers)
+        self.failures = FailureLedger(settings.failures)
+        self.template: TemplateReport | None = None
+        self._env_factory = env_factory
+        self._engine_seconds, self._salted, self._model = engine_seconds, use_cache_salt, model
+        self._on_event = on_event
+        self.gate = WaveGate(engine, engine_seconds) if determinism == "exact" else None
+        self._direct = DirectLine(engine, engine_seconds)
+        self._order = itertools.count()
+        self._context_tokens = 0
+        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+
+    async def start(self) -> TemplateReport:
+        """Ask the engine for its limits, check the chat template both ways; idempotent."""
+        if self.template is None:
+            info = await self.engine.info()
+            self._context_tokens = info.max_model_len
+            self.renderer.add_eos(info.eos_token_ids)
+            self.template = self.renderer.check()
+        return self.template
+
+    async def aclose(self) -> None:
+        """End the pool's idle threads.  Environments are closed by their episodes already."""
+        self.pool.close()
+
+    async def generate_groups(self, tasks: Sequence[GroupTask]) -> list[Group]:
+        """All groups at once, in the order of ``tasks``; in exact mode they share their waves."""
+        entered = [(task, self._enter(task)) for task in tasks]
+        try:
+            return await _together([self._generate(task, lines) for task, lines in entered])
+        finally:  # also for groups that were cancelled before they began
+            for _, lines in entered:
+                for line in lines:
+                    line.leave()
+
+    async def generate_group(self, task: GroupTask) -> Group:
+        """All ``n`` samples of one prompt; see ``Generator``."""
+        # No await before this line: all groups asked for together must be known before one of them can ask.
+        return await self._generate(task, self._enter(task))
+
+    def _enter(self, task: GroupTask) -> list[Line]:
+        """Register the group with the budget and, in exact mode, with the waves."""
+        self.failures.plan(task.phase, task.scheduled_step, task.n)
+        number = next(self._order)
+        if self.gate is None:
+            return [self._direct] * task.n
+        gate = self.gate
+        return [gate.join((number, sample)) for sample in range(task.n)]
+
+    async def _generate(self, task: GroupTask, lines: Sequence[Line]) -> Group:
+        try:
+            await self.start()
+            salt = await self.engine.weight_version() if self._salted else None
+            services = Services(
+                self.renderer,
+                self.pool,
+                self.counters,
+                self._env_factory,
+                self.settings,
+                self.seed,
+                self._context_tokens,
+                salt,
+                self._model,
+            )
+            members = await _together([self._sample(task, i, services, lines[i]) for i in range(task.n)])
+        finally:
+            for line in lines:
+                line.leave()
+        group = Group(task.group_id, task.prompt_uid, task.n, tuple(members))
+        self._tell(GroupFinished(task, group))
+        return group
+
+    async def _sample(self, task: GroupTask, sample: int, services: Services, line: Line) -> Trajectory:
+        """One member: retryable failures are tried again on a fresh environment, up to the budget."""
+        try:
+            for attempt in itertools.count(1):
+                trajectory = await self._attempt(Job(task, sample, attempt - 1), services, line)
+                outcome = trajectory.outcome
+                if not isinstance(outcome, Failed):
+                    break
+                if not outcome.retryable or attempt >= self.settings.failures.attempts:
+                    self.failures.failed(task.phase, task.scheduled_step, outcome.fault, outcome.reason)
+                    break
+                self._tell(AttemptSuperseded(task, trajectory))
+            return trajectory
+        finally:
+            line.leave()
+
+    async def _attempt(self, job: Job, services: Services, line: Line) -> Trajectory:
+        episode = Episode(job, services, line.submit)
+
+        def told(trajectory: Trajectory) -> None:
+            self._tell(AttemptCancelled(job.task, trajectory))
+
+        if self.gate is not None:
+            # Waves need every live episode at the gate, so a bound here would stop them.
+            return await run_cancellable(episode, told)
+        async with self._semaphore():
+            return await run_cancellable(episode, told)
+
+    def _semaphore(self) -> asyncio.Semaphore:
+        loop = asyncio.get_running_loop()
+        if self._slots is None or self._slots[0] is not loop:
+            self._slots = (loop, asyncio.Semaphore(self.settings.concurrency))
+        return self._slots[1]
+
+    def _tell(self, event: RolloutEvent) -> None:
+        if self._on_event is not None:
+            self._on_event(event)
+
+
+async def _together(coroutines: Sequence[Any]) -> list[Any]:
+    """Results in order; the first error cancels the others, waits for them, and is raised as itself."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as group:
+        first: BaseException = group
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None
+    return [task.result() for task in running]
