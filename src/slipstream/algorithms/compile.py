@@ -120,9 +120,7 @@ def _advantage_per_token(member: Trajectory, advantages: Mapping[str, Advantage]
     try:
         given = advantages[member.trajectory_id]
     except KeyError:
-        raise ContractError(
-            f"{member.trajectory_id}: a voter without an advantage; the estimator left it out"
-        ) from None
+        raise ContractError(f"{member.trajectory_id}: a voter has no advantage; the estimator left it out") from None
     values = np.asarray(given, dtype=np.float64)
     if values.ndim == 0:
         values = np.full(size, float(values))

@@ -147,9 +147,7 @@ def objective(xp: Ops, inputs: LossInputs, spec: LossSpec) -> tuple[Array, dict[
     magnitude = xp.abs(weights)
 
     if spec.kl_coef != 0 and inputs.ref_logprobs is None:
-        raise ContractError(
-            "objective: kl_coef is set but the reference's log-probs are absent (LossSpec.ref_logprobs)"
-        )
+        raise ContractError("objective: kl_coef is set but LossSpec.ref_logprobs is absent; score the reference first")
     if inputs.ref_logprobs is not None:
         kl = kl_values(xp, inputs.logprobs, inputs.ref_logprobs, spec.kl_estimator)
         if spec.kl_coef != 0:

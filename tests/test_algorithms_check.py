@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from slipstream.algorithms import check_algorithm, loss_spec
+from slipstream.config.settings import AlgorithmSettings, SamplingSettings
+from slipstream.errors import SettingsError
+
+
+def keys(algorithm: dict, sampling: dict | None = None, severity: str = "error", **kwargs) -> list[str]:
+    settings = AlgorithmSettings(**algorithm)
+    kwargs.setdefault("samples_per_prompt", 8)
+    problems = check_algorithm(settings, SamplingSettings(**(sampling or {})), **kwargs)
+    return [p.keys[0] for p in problems if p.severity == severity]
+
+
+def test_defaults_are_accepted():
+    assert keys({}) == []
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key"),
+    [
+        ({"advantage": "gpro"}, "algorithm.advantage"),
+        ({"loss": "ppo_clp"}, "algorithm.loss"),
+        ({"reduction": "token_meen"}, "algorithm.reduction"),
+        ({"kl_in": "reward"}, "algorithm.kl_in"),
+        ({"loss_settings": {"clip_hgih": 0.3}}, "algorithm.loss_settings"),
+        ({"loss_settings": {"clip_high": 0.3}}, "algorithm.loss_settings.clip_high"),
+        ({"loss": "cross_entropy"}, "algorithm.loss"),
+        ({"advantage": "rloo", "normalize_by_std": True}, "algorithm.normalize_by_std"),
+    ],
+)
+def test_contradictions_are_refused(algorithm, key):
+    assert key in keys(algorithm)
+
+
+def test_a_clip_for_a_loss_without_clipping_is_refused():
+    assert "algorithm.clip_low" in keys({"loss": "cross_entropy", "clip_low": 0.1})
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"repetition_penalty": 1.2}],
+)
+def test_sampling_that_the_trainer_cannot_score_is_refused(sampling):
+    (name,) = sampling
+    assert keys({}, sampling) == [f"rollout.sampling.{name}"]
+
+
+def test_a_truncating_sampler_would_bias_every_ratio_by_the_kept_mass():
+    # Why the refusal above exists: p = [.5, .3, .15, .05], top-p keeps two (mass .8).
+    p = np.array([0.5, 0.3, 0.15, 0.05])
+    engine = np.log(p[0] / p[:2].sum())
+    assert np.exp(np.log(p[0]) - engine) == pytest.approx(0.8)
+
+
+def test_one_sample_per_prompt_has_no_baseline():
+    assert keys({}, samples_per_prompt=1) == ["algorithm.advantage"]
+
+
+def test_more_minibatches_than_groups_are_refused():
+    assert keys({"minibatches_per_step": 4}, prompts_per_step=2) == ["algorithm.minibatches_per_step"]
+
+
+def test_no_op_choices_are_warned_about():
+    assert keys({"kl_estimator": "k2"}, severity="warning") == ["algorithm.kl_estimator"]
+    assert keys({"kl_estimator": "k1", "kl_coef": 0.1}, severity="warning") == ["algorithm.kl_estimator"]
+
+
+def test_problems_name_the_mend_and_suggest():
+    (problem,) = check_algorithm(AlgorithmSettings(loss="ppo_clp"), SamplingSettings(), samples_per_prompt=8)
+    assert "Did you mean 'ppo_clip'?" in problem.message
+    assert problem.mend
+
+
+def test_settings_become_a_loss_spec():
+    spec = loss_spec(AlgorithmSettings(clip_low=0.1, clip_high=0.3, kl_coef=0.01, entropy_coef=0.02))
+    assert spec.policy == "ppo_clip"
+    assert spec.settings == {"clip_low": 0.1, "clip_high": 0.3}
+    assert (spec.kl_coef, spec.kl_estimator, spec.entropy_coef) == (0.01, "k3", 0.02)
+    assert spec.needs_reference
+    assert spec.needs_entropy
+
+
+def test_kl_in_the_reward_leaves_the_loss_alone():
+    spec = loss_spec(AlgorithmSettings(kl_coef=0.01, kl_in="reward"))
+    assert spec.kl_coef == 0
+    assert not spec.needs_reference
+
+
+def test_an_unknown_loss_setting_raises():
+    with pytest.raises(SettingsError, match="Did you mean 'clip_high'"):
+        loss_spec(AlgorithmSettings(loss_settings={"clip_hihg": 1}))
+
+
+def test_taking_rows_of_a_spec_keeps_them_aligned():
+    spec = loss_spec(AlgorithmSettings(), old_logprobs=[np.zeros(1), np.ones(2), np.zeros(3)])
+    assert [len(x) for x in spec.take([2, 1]).old_logprobs] == [3, 2]

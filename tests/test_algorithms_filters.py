@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from algorithm_builders import group, sampled, trajectory
+from slipstream.algorithms import apply_filters, compile_batch, compute_advantages, dispositions, token_split
+from slipstream.config.settings import AlgorithmSettings, RolloutSettings
+from slipstream.trajectory import Failed, Group, Missing, Reward, Row, Span, Truncated, Turn
+
+ALGORITHM, ROLLOUT = AlgorithmSettings(), RolloutSettings()
+
+
+def pool() -> list[Group]:
+    return [group("same", [1, 1, 1]), group("mixed", [1, 0, 1]), group("zeros", [0, 0]), group("pair", [0, 1])]
+
+
+def test_constant_groups_go_and_mixed_ones_stay():
+    result = apply_filters(pool(), ALGORITHM, ROLLOUT)
+    assert {tid.split("-")[0] for tid in result.excluded} == {"same", "zeros"}
+    assert result.counts == {"zero_variance": 5}
+
+
+def test_groups_may_arrive_one_at_a_time_and_in_any_order():
+    want = apply_filters(pool(), ALGORITHM, ROLLOUT).excluded
+    for order in itertools.permutations(pool()):
+        got: dict[str, str] = {}
+        for arrived in order:
+            got |= apply_filters([arrived], ALGORITHM, ROLLOUT).excluded
+        assert got == want
+
+
+def test_a_lone_constant_group_goes_too():
+    assert apply_filters([group("same", [1, 1])], ALGORITHM, ROLLOUT).excluded.keys() == {"same-0", "same-1"}
+
+
+def test_rewards_per_turn_are_judged_by_their_total():
+    def member(tid, sample, first, second):
+        rows = (Row((Span.prompt([1]), sampled([5]), Span.observation([6]), sampled([7], turn=1))),)
+        return trajectory(tid, rows=rows, sample=sample, rewards=[Reward(0, first), Reward(1, second)])
+
+    flat = Group("g", "p", 2, (member("a", 0, 1.0, 0.0), member("b", 1, 0.0, 1.0)))
+    assert len(apply_filters([flat], ALGORITHM, ROLLOUT).excluded) == 2
+    spread = Group("g", "p", 2, (member("a", 0, 1.0, 1.0), member("b", 1, 0.0, 1.0)))
+    assert not apply_filters([spread], ALGORITHM, ROLLOUT).excluded
+
+
+def test_an_invalid_member_neither_makes_nor_hides_spread():
+    bad = trajectory("bad", 5.0, group="g", sample=9, outcome=Failed("env_raised", "x", True))
+    unscored = trajectory("unscored", Missing("x"), group="g", sample=8)
+    members = group("g", [1, 1]).members
+    result = apply_filters([Group("g", "p", 4, (*members, bad, unscored))], ALGORITHM, ROLLOUT)
+    assert result.excluded.keys() == {"g-0", "g-1"}
+
+
+def test_the_tolerance_is_in_reward_units():
+    close = group("g", [1.0, 1.0 + 1e-7])
+    assert apply_filters([close], ALGORITHM, ROLLOUT).excluded
+    assert not apply_filters([close], AlgorithmSettings(zero_variance_tol=1e-8), ROLLOUT).excluded
+
+
+def test_a_lone_voter_is_named_as_such():
+    assert apply_filters([group("g", [1.0])], ALGORITHM, ROLLOUT).excluded == {"g-0": "lone_voter"}
+
+
+def test_truncated_members_keep_their_vote():
+    members = (
+        trajectory("cut", 0.0, sample=0, outcome=Truncated("turn_tokens")),
+        trajectory("a", 1.0, sample=1),
+        trajectory("b", 1.0, sample=2),
+    )
+    result = apply_filters([Group("g", "p", 3, members)], ALGORITHM, RolloutSettings(drop_truncated=True))
+    assert result.excluded == {"cut": "truncated"}
+    advantages = compute_advantages(result.groups, AlgorithmSettings(normalize_by_std=False))
+    assert advantages["a"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    "ending", [{"outcome": Truncated("total_tokens")}, {"turns": [Turn(0, "x", finish_reason="length")]}]
+)
+def test_cut_off_answers_earn_zero_when_asked(ending):
+    members = (
+        trajectory("cut", sample=0, rewards=[Reward(0, 1.0, "right"), Reward(0, 0.5, "style")], **ending),
+        trajectory("a", 1.0, sample=1),
+    )
+    result = apply_filters([Group("g", "p", 2, members)], ALGORITHM, RolloutSettings(zero_reward_on_non_stop=True))
+    assert [m.total_reward for m in result.groups[0].members] == [0.0, 1.0]
+    assert [r.component for r in result.groups[0].members[0].rewards] == ["right", "style"]
+    assert result.counts == {"non_stop": 1}
+    assert not result.excluded
+
+
+def test_every_sampled_token_has_a_fate():
+    failed = trajectory("bad", 5.0, group="mixed", sample=9, tokens=5, outcome=Failed("env_raised", "x", True))
+    mixed = group("mixed", [1, 0, 1])
+    groups = [group("same", [1, 1, 1]), Group("mixed", "p", 4, (*mixed.members, failed))]
+    result = apply_filters(groups, ALGORITHM, ROLLOUT)
+    batch = compile_batch(
+        result.groups, compute_advantages(result.groups, ALGORITHM), "token_mean", excluded=result.excluded
+    )
+    assert token_split(groups, result.excluded) == {"sampled": 17, "trained": 6, "filtered": 6, "failed": 5}
+    assert batch.n_trained == 6
+    fates = dispositions(groups, result.excluded)
+    assert fates["bad"] == "failed"
+    assert fates["same-0"] == "filtered:zero_variance"
+    assert fates["mixed-0"] == "trained"

@@ -1,0 +1,360 @@
+"""Change something that must not matter, and assert that values and gradients stay where they were.
+
+Parametrised over every registered loss, reduction, estimator and KL estimator, so that a new one is covered
+by being registered.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from algorithm_builders import batch_row, finite_difference, group, random_batch, sampled, trajectory
+from slipstream.algorithms import (
+    Batch,
+    LossMetric,
+    LossSpec,
+    LossValues,
+    MetricAccumulator,
+    compile_batch,
+    compute_advantages,
+    log_ratio,
+    loss_inputs,
+    numpy_ops,
+    objective,
+    register_loss,
+    reweigh,
+    torch_ops,
+)
+from slipstream.algorithms.advantages import ADVANTAGES
+from slipstream.algorithms.kl import KL_ESTIMATORS
+from slipstream.algorithms.losses import LOSSES
+from slipstream.algorithms.reduce import REDUCTIONS
+from slipstream.config.settings import AlgorithmSettings
+from slipstream.trajectory import Cancelled, Failed, Group, Missing, Row, Span
+
+ROW_LOSS = "sequence_ratio_for_tests"
+"""A sequence-level ratio loss, so that unit ``row`` passes through the suite too."""
+LOSS_NAMES, REDUCTION_NAMES, ESTIMATOR_NAMES = [*LOSSES.names(), ROW_LOSS], REDUCTIONS.names(), ADVANTAGES.names()
+every_loss = pytest.mark.parametrize("name", LOSS_NAMES)
+every_reduction = pytest.mark.parametrize("reduction", REDUCTION_NAMES)
+every_estimator = pytest.mark.parametrize("estimator", ESTIMATOR_NAMES)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def row_loss():
+    @register_loss(ROW_LOSS, unit="row")
+    def sequence_ratio(xp, inputs, settings):
+        gap = inputs.row_mean(xp, log_ratio(xp, inputs.logprobs, inputs.old_logprobs))
+        ratio, advantage = xp.exp(gap), inputs.row_mean(xp, inputs.advantages)
+        values = -xp.minimum(ratio * advantage, xp.clip(ratio, 0.9, 1.1) * advantage)
+        return LossValues(values, {"ratio": LossMetric("max", ratio, unit="row")})
+
+    yield
+    LOSSES.remove(ROW_LOSS)
+
+
+def per_row(batch: Batch, seed: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [-np.abs(rng.normal(size=row.n_trained)) for row in batch.rows]
+
+
+def full_spec(batch: Batch, name: str, kl: str = "k3") -> LossSpec:
+    """A spec with every term on."""
+    return LossSpec(
+        name,
+        kl_coef=0.3,
+        kl_estimator=kl,
+        entropy_coef=0.2,
+        old_logprobs=per_row(batch, 11),
+        ref_logprobs=per_row(batch, 12),
+    )
+
+
+def evaluate(batch: Batch, spec: LossSpec, logprobs: list[np.ndarray], parts=None):
+    """Loss, gradients by row id, and metrics, accumulated over the given parts (lists of row indices)."""
+    xp, accumulator, total = torch_ops(), MetricAccumulator(), 0.0
+    leaves = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in logprobs]
+    for part in parts or [list(range(len(batch.rows)))]:
+        flat = torch.cat([leaves[i] for i in part]) if part else leaves[0][:0]
+        # An entropy that depends on the log-probs, so that its gradient is tested as well.
+        loss, metrics = objective(xp, loss_inputs(xp, batch, part, spec, flat, flat**2), spec)
+        loss.backward()
+        accumulator.add(metrics)
+        total += loss.item()
+    grads = {row.row_id: leaf.grad.numpy() for row, leaf in zip(batch.rows, leaves, strict=True)}
+    return total, grads, accumulator.result()
+
+
+def assert_same(a, b, rel=1e-12):
+    assert a[0] == pytest.approx(b[0], rel=rel)
+    assert a[1].keys() == b[1].keys()
+    for row, grad in a[1].items():
+        np.testing.assert_allclose(grad, b[1][row], rtol=1e-10, atol=1e-14)
+    assert a[2] == pytest.approx(b[2], rel=1e-10)
+
+
+@every_loss
+@pytest.mark.parametrize("kl", KL_ESTIMATORS.names())
+def test_torch_gradients_equal_differences_of_the_numpy_reference(name, kl):
+    batch = random_batch(3)
+    spec, logprobs = full_spec(batch, name, kl), per_row(batch, 4)
+
+    def reference(xp, flat):
+        inputs = loss_inputs(xp, batch, range(len(batch.rows)), spec, flat, flat**2)
+        return objective(xp, inputs, spec)[0]
+
+    flat = np.concatenate(logprobs)
+    loss, grads, _ = evaluate(batch, spec, logprobs)
+    assert loss == pytest.approx(float(reference(numpy_ops(), flat)), rel=1e-12)
+    np.testing.assert_allclose(np.concatenate(list(grads.values())), finite_difference(reference, flat), atol=1e-7)
+
+
+@every_loss
+@every_reduction
+def test_any_split_into_microbatches_gives_the_same_sum(name, reduction):
+    batch = random_batch(5, n_rows=5)
+    batch = Batch(reweigh(batch.rows, reduction))
+    spec, logprobs = full_spec(batch, name), per_row(batch, 6)
+    whole = evaluate(batch, spec, logprobs)
+    for split in ([[0], [1], [2], [3], [4]], [[0, 1], [2, 3, 4]], [[4, 0], [], [3, 1, 2]], [[2], [0, 4, 1, 3]]):
+        assert_same(whole, evaluate(batch, spec, logprobs, split))
+
+
+@every_loss
+@every_reduction
+def test_permuting_rows_permutes_gradients_and_nothing_else(name, reduction):
+    batch = random_batch(7)
+    order = np.random.default_rng(0).permutation(len(batch.rows)).tolist()
+    logprobs = per_row(batch, 8)
+    spec = full_spec(batch, name)
+    moved = Batch(reweigh([batch.rows[i] for i in order], reduction))
+    here = evaluate(Batch(reweigh(batch.rows, reduction)), spec, logprobs)
+    assert_same(here, evaluate(moved, spec.take(order), [logprobs[i] for i in order]))
+
+
+@every_loss
+@pytest.mark.parametrize("fill", [1e6, -math.inf, math.nan])
+def test_what_masked_slots_hold_reaches_neither_value_nor_gradient(name, fill):
+    """Model outputs exist for every slot; only trained ones are gathered."""
+    clean, xp = random_batch(9), torch_ops()
+    spec = full_spec(clean, name)
+
+    def run(batch, filler):
+        outputs = []
+        for row, trained in zip(batch.rows, per_row(clean, 10), strict=True):
+            values = np.full(len(row.targets_T), filler)
+            values[row.trained_T] = trained
+            outputs.append(torch.tensor(values, requires_grad=True))
+        flat = torch.cat([o[torch.as_tensor(r.trained_T)] for o, r in zip(outputs, batch.rows, strict=True)])
+        loss, metrics = objective(xp, loss_inputs(xp, batch, range(len(batch.rows)), spec, flat, flat**2), spec)
+        loss.backward()
+        accumulator = MetricAccumulator()
+        accumulator.add(metrics)
+        return (
+            loss.item(),
+            {r.row_id: o.grad.numpy() for o, r in zip(outputs, batch.rows, strict=True)},
+            accumulator.result(),
+        )
+
+    dirty = Batch(
+        [
+            replace(
+                row,
+                advantages_T=np.where(row.trained_T, row.advantages_T, fill),
+                behaviour_logprobs_T=np.where(row.trained_T, row.behaviour_logprobs_T, fill),
+            )
+            for row in clean.rows
+        ]
+    )
+    want, got = run(clean, 0.0), run(dirty, fill)
+    assert_same(want, got)
+    for row in clean.rows:
+        assert not got[1][row.row_id][~row.trained_T].any()
+
+
+@every_loss
+@every_reduction
+def test_padding_either_side_changes_nothing(name, reduction):
+    batch = Batch(reweigh(random_batch(13).rows, reduction))
+    spec, logprobs = full_spec(batch, name), per_row(batch, 14)
+
+    def padded(row, left, right):
+        def wrap(values, fill):
+            return np.concatenate([np.full(left, fill, values.dtype), values, np.full(right, fill, values.dtype)])
+
+        return replace(
+            row,
+            inputs_T=wrap(row.inputs_T, 0),
+            targets_T=wrap(row.targets_T, 0),
+            trained_T=wrap(row.trained_T, False),
+            weights_T=wrap(row.weights_T, 0.0),
+            advantages_T=wrap(row.advantages_T, np.nan),
+            behaviour_logprobs_T=wrap(row.behaviour_logprobs_T, np.nan),
+        )
+
+    wide = Batch(reweigh([padded(row, i, 3 - i % 3) for i, row in enumerate(batch.rows)], reduction))
+    assert_same(evaluate(batch, spec, logprobs), evaluate(wide, spec, logprobs))
+
+
+def groups() -> list[Group]:
+    return [group("a", [1, 0, 1], tokens=3), group("b", [0, 0], tokens=1), group("c", [1.5, 0, -1], tokens=2)]
+
+
+def trained_arrays(pool, estimator, reduction, **options):
+    settings = AlgorithmSettings(advantage=estimator)
+    batch = compile_batch(pool, compute_advantages(pool, settings), reduction, **options)
+    return {
+        row.row_id: (
+            row.targets_T[row.trained_T].tolist(),
+            row.weights_T[row.trained_T].tolist(),
+            row.advantages_T[row.trained_T].tolist(),
+            row.behaviour_logprobs_T[row.trained_T].tolist(),
+        )
+        for row in batch.rows
+    }
+
+
+@every_estimator
+@every_reduction
+def test_permuting_groups_and_members_changes_nothing(estimator, reduction):
+    want = trained_arrays(groups(), estimator, reduction)
+    for order in itertools.permutations(range(3)):
+        pool = [replace(g, members=g.members[::-1]) for g in (groups()[i] for i in order)]
+        got = trained_arrays(pool, estimator, reduction)
+        assert got.keys() == want.keys()
+        for row, arrays in got.items():
+            for a, b in zip(arrays, want[row], strict=True):
+                assert a == pytest.approx(b, rel=1e-12)
+
+
+@every_estimator
+@every_reduction
+@pytest.mark.parametrize("reward", [0.0, 1.0, 1e6, -1e6, Missing("not a number")])
+@pytest.mark.parametrize("outcome", [Failed("env_raised", "x", True), Cancelled("x"), None])
+def test_an_invalid_member_changes_nothing_whatever_its_reward(estimator, reduction, reward, outcome):
+    if outcome is None and not isinstance(reward, Missing):
+        reward = Missing("unscored")
+    pool = groups()
+    bad = trajectory("bad", reward, group="a", sample=9, tokens=7, outcome=outcome)
+    pool[0] = Group("a", "p", 4, (*pool[0].members[:1], bad, *pool[0].members[1:]))
+    assert trained_arrays(pool, estimator, reduction) == trained_arrays(groups(), estimator, reduction)
+
+
+@every_estimator
+@every_reduction
+def test_excluding_a_member_equals_never_weighing_it(estimator, reduction):
+    settings = AlgorithmSettings(advantage=estimator)
+    advantages = compute_advantages(groups(), settings)
+    left_out = compile_batch(groups(), advantages, reduction, excluded={"a-1"})
+    kept = [row for row in compile_batch(groups(), advantages, reduction).rows if row.trajectory_id != "a-1"]
+    for a, b in zip(left_out.rows, reweigh(kept, reduction), strict=True):
+        assert a.row_id == b.row_id
+        assert a.weights_T.tolist() == b.weights_T.tolist()
+
+
+@every_estimator
+@every_reduction
+def test_compacting_observations_changes_no_trained_array(estimator, reduction):
+    def pool(observation):
+        def member(i, reward):
+            middle = (Span.observation(observation, 0),) if observation else ()
+            rows = (Row((Span.prompt([1]), sampled([5, 6]), *middle, sampled([7]))),)
+            return trajectory(f"m{i}", reward, rows=rows, sample=i)
+
+        return [Group("g", "p", 2, (member(0, 1.0), member(1, 0.0)))]
+
+    want = trained_arrays(pool([]), estimator, reduction)
+    assert trained_arrays(pool([30]), estimator, reduction) == want
+    assert trained_arrays(pool([30, 31, 32, 33]), estimator, reduction) == want
+
+
+@every_estimator
+@pytest.mark.parametrize("size", range(1, 7))
+def test_advantages_of_a_group_sum_to_zero_for_every_size(estimator, size):
+    if not ADVANTAGES.get(estimator).group_relative:
+        pytest.skip("only group-relative estimators are centred")
+    rewards = np.random.default_rng(size).normal(size=size).tolist()
+    values = compute_advantages([group("g", rewards)], AlgorithmSettings(advantage=estimator)).values()
+    assert math.fsum(values) == pytest.approx(0, abs=1e-9)
+
+
+@every_reduction
+def test_a_trajectory_in_several_rows_weighs_as_one_in_one_row(reduction):
+    whole = [batch_row("a", [1] * 6, trajectory_id="t"), batch_row("b", [1] * 2)]
+    forked = [
+        batch_row("a0", [1] * 4, trajectory_id="t"),
+        batch_row("a1", [0, 1, 1], trajectory_id="t"),
+        batch_row("b", [1] * 2),
+    ]
+
+    def total(rows):
+        out: dict[str, float] = {}
+        for row in reweigh(rows, reduction):
+            out[row.trajectory_id] = out.get(row.trajectory_id, 0.0) + row.weights_T.sum()
+        return out
+
+    assert total(forked) == pytest.approx(total(whole))
+
+
+def partitions(items):
+    """Every way to put items into unordered parts."""
+    if not items:
+        yield []
+        return
+    for smaller in partitions(items[1:]):
+        for i, part in enumerate(smaller):
+            yield [*smaller[:i], [items[0], *part], *smaller[i + 1 :]]
+        yield [[items[0]], *smaller]
+
+
+@pytest.mark.parametrize(("reduction", "want"), [("token_mean", 1.5), ("sequence_mean", 3.0)])
+def test_token_mean_and_sequence_mean_for_every_split(reduction, want):
+    token_losses = [[8.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]
+    rows = [batch_row(f"r{i}", [1] * len(x)) for i, x in enumerate(token_losses)]
+    batch, spec = Batch(reweigh(rows, reduction)), LossSpec("cross_entropy")
+    logprobs = [-np.array(x) for x in token_losses]
+    whole = evaluate(batch, spec, logprobs)
+    splits = list(partitions([0, 1, 2]))
+    assert len(splits) == 5
+    for split in splits:
+        part = evaluate(batch, spec, logprobs, split)
+        assert part[0] == pytest.approx(want)
+        assert_same(whole, part)
+
+
+@every_loss
+@every_reduction
+@pytest.mark.parametrize("ranks", [2, 4, 7])
+def test_ranks_add_their_plain_sums_and_nothing_is_divided_again(name, reduction, ranks):
+    """Rows dealt round robin to fake ranks; the seventh rank of seven has nothing to do."""
+    batch = Batch(reweigh(random_batch(15, n_rows=6).rows, reduction))
+    spec, logprobs = full_spec(batch, name), per_row(batch, 16)
+    shares = [list(range(rank, 6, ranks)) for rank in range(ranks)]
+    assert_same(evaluate(batch, spec, logprobs), evaluate(batch, spec, logprobs, shares))
+
+
+def test_a_row_that_is_left_out_leaves_the_denominator():
+    members = (trajectory("live", 1.0, tokens=4), trajectory("out", 0.0, sample=1, tokens=4))
+    pool = [Group("g", "p", 2, members)]
+    batch = compile_batch(pool, None, "token_mean", excluded={"out"})
+    loss, _, _ = evaluate(batch, LossSpec("cross_entropy"), [-np.ones(4)])
+    assert loss == pytest.approx(1.0)
+
+
+@every_loss
+def test_signed_weights_scale_values_and_gradients(name):
+    batch = random_batch(17)
+    spec, logprobs = full_spec(batch, name), per_row(batch, 18)
+    flipped = Batch([replace(row, weights_T=-2 * row.weights_T) for row in batch.rows])
+    a, b = evaluate(batch, spec, logprobs), evaluate(flipped, spec, logprobs)
+    assert b[0] == pytest.approx(-2 * a[0])
+    for row, grad in a[1].items():
+        np.testing.assert_allclose(b[1][row], -2 * grad)
+    # Means are weighed by magnitude, so that they stay means.
+    assert b[2]["policy_kl"] == pytest.approx(a[2]["policy_kl"])
