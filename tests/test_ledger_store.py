@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ledger_synthetic import Synth, make_run
 
+from ledger_synthetic import Synth, make_run
 from slipstream.errors import ContractError, LedgerError
 from slipstream.ledger import Ledger, LedgerReader, TokenFlow, next_incarnation
 from slipstream.trajectory import (
