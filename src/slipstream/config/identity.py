@@ -1,0 +1,149 @@
+"""What makes two settings the same run: dump, hash, difference, and what may change on resume.
+
+Owns: the YAML form of resolved settings (a round trip), a stable hash, and the resume rules.
+Refuses: reading checkpoints; a checkpoint keeps the dump and hands it in.
+
+>>> old = RunSettings()
+>>> new = old.model_copy(update={"seed": 1})
+>>> [(change.path, change.allowed) for change in diff_settings(old, new)]
+[('seed', False)]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from slipstream.config.settings import RunSettings
+from slipstream.config.tree import leaves
+from slipstream.errors import SettingsError
+
+WHERE = ("run_dir", "logging.")
+"""Where a run is kept and shown; no part of its hash."""
+
+FREE = (
+    *WHERE,
+    "checkpoint.",
+    "eval.",
+    "data.eval",
+    "data.eval_limit",
+    "schedule.steps",
+    "schedule.epochs",
+    "schedule.step_deadline_seconds",
+    "rollout.failures.",
+    "inference.request_timeout_seconds",
+    "inference.urls",
+)
+"""May change on resume: nothing that was trained depends on them."""
+
+FAST = (
+    "model.attn_implementation",
+    "model.gradient_checkpointing",
+    "training.max_tokens_per_microbatch",
+    "training.logprob_chunk_tokens",
+    "training.share_prompts",
+    "training.threads",
+    "inference.max_batch_size",
+    "inference.kv_cache_tokens",
+    "inference.prefix_caching",
+    "inference.pause_mode",
+    "inference.threads",
+    "rollout.env_workers",
+    "rollout.env_step_seconds",
+    "rollout.concurrency",
+)
+"""May change on resume unless bit-equality is claimed: they move rounding or batch composition."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One leaf that differs; ``allowed`` says whether a run may go on with it, ``why`` why not."""
+
+    path: str
+    old: Any
+    new: Any
+    allowed: bool
+    why: str = ""
+
+
+def dump_settings(settings: RunSettings) -> str:
+    """All settings as YAML, defaults included; ``load_settings`` reads the same settings back."""
+    tree = _escaped(settings.model_dump(mode="json"))
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
+
+
+def settings_hash(settings: RunSettings) -> str:
+    """SHA-256 over every leaf but ``run_dir`` and ``logging``; equal settings have equal hashes everywhere."""
+    kept = {path: value for path, value in _flat(settings).items() if not _matches(path, WHERE)}
+    text = json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def diff_settings(old: RunSettings, new: RunSettings) -> list[Change]:
+    """Every leaf that differs, in the order of the settings, and whether a run may resume with it."""
+    before, after = _flat(old), _flat(new)
+    return [_change(path, before[path], after[path], old, new) for path in before if before[path] != after[path]]
+
+
+def check_resume(old: RunSettings, new: RunSettings) -> list[Change]:
+    """The changes that a resumed run takes over; ``SettingsError`` names those that it cannot."""
+    changes = diff_settings(old, new)
+    refused = [change for change in changes if not change.allowed]
+    if refused:
+        lines = "\n".join(f"  - {c.path}: {c.old!r} -> {c.new!r}: {c.why}" for c in refused)
+        raise SettingsError(
+            f"the run cannot go on with other settings:\n{lines}\n"
+            "restore these, or start a new run: another run_dir, or checkpoint.resume=never"
+        )
+    return changes
+
+
+def _change(path: str, before: Any, after: Any, old: RunSettings, new: RunSettings) -> Change:
+    if _matches(path, FREE):
+        return Change(path, before, after, True)
+    if _matches(path, FAST):
+        exact = "exact" in (old.training.determinism, new.training.determinism)
+        why = "training.determinism=exact promises the bits of an uninterrupted run" if exact else ""
+        return Change(path, before, after, not exact, why)
+    if path == "training.optimizer.total_steps":
+        constant = old.training.optimizer.scheduler == new.training.optimizer.scheduler == "constant"
+        why = (
+            "" if constant else f"the learning-rate schedule was laid out for {before} optimiser steps; set it to that"
+        )
+        return Change(path, before, after, constant, why)
+    return Change(path, before, after, False, "steps already taken were trained with the old value")
+
+
+def _flat(settings: RunSettings) -> Mapping[str, Any]:
+    dumped = settings.model_dump(mode="json")
+    flat: dict[str, Any] = {}
+    for path in leaves():
+        node = dumped
+        for part in path.split("."):
+            node = node[part]
+        flat[path] = node
+    return flat
+
+
+def _matches(path: str, patterns: Sequence[str]) -> bool:
+    return any(path.startswith(pattern) if pattern.endswith(".") else path == pattern for pattern in patterns)
+
+
+def _escaped(node: Any) -> Any:
+    """Literal ``${`` is written so that no interpolation is read back."""
+    if isinstance(node, dict):
+        return {key: _escaped(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_escaped(value) for value in node]
+    if isinstance(node, str):
+        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", node)
+    return node
+
+
+__all__ = ["FAST", "FREE", "Change", "check_resume", "diff_settings", "dump_settings", "settings_hash"]

@@ -1,0 +1,57 @@
+"""Filling in what the settings leave to the data: run length and learning-rate schedule.
+
+Owns: epochs into steps, ``optimizer.total_steps``.  Refuses: changing anything that was set.
+
+A trainer resolves once, when the number of training prompts is known, and reads only the result.
+
+>>> settings = RunSettings.model_validate({"schedule": {"epochs": 2, "prompts_per_step": 8}})
+>>> resolve_settings(settings, n_train_rows=100).schedule.steps
+25
+"""
+
+from __future__ import annotations
+
+from slipstream.config.settings import NO_LIMIT, RunSettings
+from slipstream.errors import SettingsError
+
+
+def prompts_drawn(settings: RunSettings) -> int:
+    """Prompts that are sampled for one step, over-sampling included."""
+    schedule = settings.schedule
+    return schedule.generate_prompts_per_step or schedule.prompts_per_step
+
+
+def optimizer_steps(settings: RunSettings) -> int:
+    """Optimiser steps of one RL step (at most: a step with too few groups takes fewer)."""
+    return settings.algorithm.epochs_per_step * settings.algorithm.minibatches_per_step
+
+
+def resolve_settings(settings: RunSettings, n_train_rows: int | None = None) -> RunSettings:
+    """Settings with a definite length.
+
+    ``schedule.epochs`` passes over ``n_train_rows`` prompts become steps (rounded down, at least one; prompts
+    that do not fill a last step are left); ``schedule.steps`` stays an upper bound.  Linear and cosine
+    schedules without ``total_steps`` get the run's optimiser steps.
+
+    Raises:
+        SettingsError: epochs are the only limit and the number of rows is unknown or zero.
+    """
+    steps = settings.schedule.steps
+    if settings.schedule.epochs is not None:
+        if n_train_rows:
+            steps = min(steps, max(1, settings.schedule.epochs * n_train_rows // prompts_drawn(settings)))
+        elif steps == NO_LIMIT:
+            raise SettingsError("schedule.epochs needs training prompts to count; set data.train, or schedule.steps")
+    schedule = settings.schedule.model_copy(update={"steps": steps})
+    rl, sft = settings.training.optimizer, settings.sft.optimizer
+    if rl.total_steps is None and rl.scheduler != "constant" and steps > 0:
+        rl = rl.model_copy(update={"total_steps": steps * optimizer_steps(settings)})
+    if sft.total_steps is None and sft.scheduler != "constant" and settings.sft.steps > 0:
+        sft = sft.model_copy(update={"total_steps": settings.sft.steps})
+    return settings.model_copy(
+        update={
+            "schedule": schedule,
+            "training": settings.training.model_copy(update={"optimizer": rl}),
+            "sft": settings.sft.model_copy(update={"optimizer": sft}),
+        }
+    )
