@@ -37,6 +37,10 @@ class InferenceError(SlipstreamError, RuntimeError):
     """An inference engine refused a request, died, or broke the contract."""
 
 
+class RequestError(InferenceError):
+    """The request itself is at fault (too long, unknown field, bad token id); repeating it cannot help."""
+
+
 class PublishError(SlipstreamError, RuntimeError):
     """New weights could not be published to, or verified on, every replica."""
 

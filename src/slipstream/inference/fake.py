@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.errors import InferenceError
+from slipstream.errors import InferenceError, RequestError
 from slipstream.inference.checksum import tensor_checksum
 from slipstream.inference.types import EngineInfo, FinishReason, GenerateRequest, GenerateResult, PauseMode
 from slipstream.trajectory import SamplingSpec, VersionRun
@@ -247,11 +247,11 @@ class FakeEngine:
         self.requests.append(request)
         vocab = len(self.weights["head.bias"])
         if request.request_id in self._running or request.request_id in self._waiting:
-            raise InferenceError(f"request id {request.request_id!r} is already in flight; ids must be unique")
+            raise RequestError(f"request id {request.request_id!r} is already in flight; ids must be unique")
         if any(not 0 <= token < vocab for token in request.token_ids):
-            raise InferenceError(f"request {request.request_id}: token ids must lie in [0, {vocab})")
+            raise RequestError(f"request {request.request_id}: token ids must lie in [0, {vocab})")
         if len(request.token_ids) >= self._info.max_model_len:
-            raise InferenceError(
+            raise RequestError(
                 f"request {request.request_id}: {len(request.token_ids)} prompt tokens leave no room in a context of "
                 f"{self._info.max_model_len}"
             )
