@@ -243,7 +243,7 @@ class Renderer:
         alone = self.render_text(turn, generation=False)
         if _SENTINEL not in alone:
             raise TemplateError("the chat template does not show an assistant message's content")
-        alone = alone.rpartition(_SENTINEL)[2]
+        self.closing = alone = alone.rpartition(_SENTINEL)[2]
         inside = self.render_text([*turn, {"role": "user", "content": _NEXT}], generation=False)
         between = inside.rpartition(_NEXT)[0].rpartition(_SENTINEL)[2]
         specials = frozenset(_as_ids(getattr(self.tokenizer, "all_special_ids", None)))
