@@ -33,7 +33,7 @@ def qkv(total, heads, kv_heads, dtype):
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 5e-6), (torch.bfloat16, 6e-2)]
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 5e-6), (torch.bfloat16, 2e-2)]
 )
 def test_blockwise_equals_the_dense_mask(heads, kv_heads, dtype, tolerance):
     total = MIXED.n_tokens

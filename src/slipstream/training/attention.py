@@ -162,97 +162,148 @@ def blockwise_forward(
     return out, None
 
 
-def _grouped(x_HTD: Tensor, groups: int, start: int, end: int) -> Tensor:
-    """View ``(H, T, D)`` as ``(K, r, end-start, D)``; key/value heads get a zero stride over ``r``."""
-    heads = x_HTD.shape[0]
-    part = x_HTD[:, start:end]
-    if heads == groups:
-        return part.unsqueeze(1)
-    return part.unflatten(0, (groups, heads // groups))
+@dataclass(frozen=True)
+class _Branches:
+    """Gather indices that lay a block's branches out as ``(n, longest)``.
+
+    A place behind the end of a short branch repeats the block's first branch token; causality keeps it from
+    every real query, and its own output and gradient are dropped.
+    """
+
+    count: int
+    longest: int
+    gather: Tensor
+    """``(n * longest,)`` packed positions."""
+    real: Tensor
+    """``(total branch tokens,)`` places in the padded grid, in packed order."""
+
+    @classmethod
+    def of(cls, block: Block, device: torch.device) -> _Branches | None:
+        spans = block.branch_spans()
+        if not spans:
+            return None
+        starts, ends = torch.tensor(spans).T
+        longest = int((ends - starts).max())
+        grid = starts[:, None] + torch.arange(longest)
+        inside = grid < ends[:, None]
+        real = inside.flatten().nonzero()[:, 0]
+        gather = torch.where(inside, grid, block.split).flatten()
+        return cls(len(spans), longest, gather.to(device), real.to(device))
+
+
+class _Heads:
+    """Reshapes for ``K`` key/value heads with ``r`` query heads each."""
+
+    def __init__(self, heads: int, kv_heads: int) -> None:
+        self.kv, self.repeats = kv_heads, heads // kv_heads
+
+    def query(self, x_HTD: Tensor, start: int, end: int) -> Tensor:
+        """``(H, T, D)`` -> ``(K, r, end-start, D)``, a view."""
+        return x_HTD[:, start:end].unflatten(0, (self.kv, self.repeats))
+
+    def key(self, x_KTD: Tensor, start: int, end: int) -> Tensor:
+        """``(K, T, D)`` -> ``(K, r, end-start, D)`` with a zero stride over ``r``."""
+        return x_KTD[:, start:end].unsqueeze(1).expand(-1, self.repeats, -1, -1)
+
+    def own_query(self, x_HTD: Tensor, at: _Branches) -> Tensor:
+        """``(H, T, D)`` -> ``(K * n, r, longest, D)``."""
+        padded = x_HTD[:, at.gather].view(self.kv, self.repeats, at.count, at.longest, -1)
+        return padded.transpose(1, 2).flatten(0, 1)
+
+    def own_key(self, x_KTD: Tensor, at: _Branches) -> Tensor:
+        """``(K, T, D)`` -> ``(K * n, r, longest, D)`` with a zero stride over ``r``."""
+        padded = x_KTD[:, at.gather].view(self.kv * at.count, 1, at.longest, -1)
+        return padded.expand(-1, self.repeats, -1, -1)
+
+    def from_own(self, x: Tensor, at: _Branches) -> Tensor:
+        """``(K * n, r, longest, D)`` -> ``(K, r, total branch tokens, D)``."""
+        grid = x.unflatten(0, (self.kv, at.count)).transpose(1, 2)
+        return grid.flatten(2, 3)[:, :, at.real]
+
+    def to_own(self, x: Tensor, at: _Branches) -> Tensor:
+        """The inverse of ``from_own``; places without a token become 0."""
+        grid = x.new_zeros((self.kv, self.repeats, at.count * at.longest, *x.shape[3:]))
+        grid[:, :, at.real] = x
+        return grid.unflatten(2, (at.count, at.longest)).transpose(1, 2).flatten(0, 1)
 
 
 class _Blockwise(torch.autograd.Function):
-    """Attention of all blocks; saves inputs, output and one log-sum-exp per call, nothing quadratic."""
+    """Attention of all blocks; saves inputs, output and log-sum-exps, nothing quadratic.
+
+    Half-precision inputs are widened for the kernel calls: on CPUs its bfloat16 backward is up to ten times
+    slower than float32 on short runs and no faster on long ones, and the merge wants float32 anyway.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, blocks: tuple[Block, ...]) -> Tensor:
-        q, k, v = query[0], key[0], value[0]
-        kv_heads, repeats = k.shape[0], q.shape[0] // k.shape[0]
+        q, k, v = (_widen(x[0]) for x in (query, key, value))
+        heads = _Heads(q.shape[0], k.shape[0])
         out = q.new_empty((q.shape[1], q.shape[0], v.shape[2]))
-        out_htd = out.transpose(0, 1)
-        sums: list[Tensor] = []
-
-        def run(start: int, end: int, key_start: int, key_end: int, causal: bool) -> tuple[Tensor, Tensor]:
-            part_k = _grouped(k, kv_heads, key_start, key_end).expand(-1, repeats, -1, -1)
-            part_v = _grouped(v, kv_heads, key_start, key_end).expand(-1, repeats, -1, -1)
-            result: tuple[Tensor, Tensor] = _flash(
-                _grouped(q, kv_heads, start, end), part_k, part_v, 0.0, causal, scale=scale
+        out_HTD = out.transpose(0, 1)
+        saved: list[Tensor] = []
+        plans = [_Branches.of(block, q.device) for block in blocks]
+        for block, at in zip(blocks, plans, strict=True):
+            stem = (block.start, block.split)
+            stem_k, stem_v = heads.key(k, *stem), heads.key(v, *stem)
+            part, lse = _flash(heads.query(q, *stem), stem_k, stem_v, 0.0, True, scale=scale)
+            heads.query(out_HTD, *stem).copy_(part)
+            saved.append(lse)
+            if at is None:
+                continue
+            rest = (block.split, block.end)
+            far, far_lse = _flash(heads.query(q, *rest), stem_k, stem_v, 0.0, False, scale=scale)
+            near, near_lse = _flash(
+                heads.own_query(q, at), heads.own_key(k, at), heads.own_key(v, at), 0.0, True, scale=scale
             )
-            return result
-
-        for block in blocks:
-            part, lse = run(block.start, block.split, block.start, block.split, True)
-            _grouped(out_htd, kv_heads, block.start, block.split).copy_(part)
-            sums.append(lse)
-            for start, end in block.branch_spans():
-                # One call per branch would repeat the stem's packing; all branches see the same stem.
-                own, lse_own = run(start, end, start, end, True)
-                _grouped(out_htd, kv_heads, start, end).copy_(own)
-                sums.append(lse_own)
-            if block.branches:
-                far, lse_far = run(block.split, block.end, block.start, block.split, False)
-                lse_own = torch.cat(sums[-len(block.branch_spans()) :], dim=2)
-                del sums[-len(block.branch_spans()) :]
-                lse = torch.logaddexp(lse_far, lse_own)
-                near = _grouped(out_htd, kv_heads, block.split, block.end)
-                merged = far * (lse_far - lse).exp().unsqueeze(-1) + near * (lse_own - lse).exp().unsqueeze(-1)
-                near.copy_(merged)
-                sums.append(lse)
-        ctx.save_for_backward(query, key, value, out, *sums)
-        ctx.scale, ctx.blocks = scale, blocks
-        return out.unsqueeze(0)
+            near, near_lse = heads.from_own(near, at), heads.from_own(near_lse.unsqueeze(-1), at)[..., 0]
+            lse = torch.logaddexp(far_lse, near_lse)
+            merged = far * (far_lse - lse).exp_().unsqueeze(-1)
+            merged.addcmul_(near, (near_lse - lse).exp_().unsqueeze(-1))
+            heads.query(out_HTD, *rest).copy_(merged)
+            saved.append(lse)
+        ctx.save_for_backward(query, key, value, out.to(query.dtype), *saved)
+        ctx.scale, ctx.blocks, ctx.plans = scale, blocks, plans
+        return out.to(query.dtype).unsqueeze(0)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        query, key, value, out, *sums = ctx.saved_tensors
-        q, k, v = query[0], key[0], value[0]
-        kv_heads, repeats = k.shape[0], q.shape[0] // k.shape[0]
-        out_htd, go_htd = out.transpose(0, 1), grad_out[0].transpose(0, 1)
+        query, key, value, out, *saved = ctx.saved_tensors
+        q, k, v = (_widen(x[0]) for x in (query, key, value))
+        out_HTD, go_HTD = (_widen(x).transpose(0, 1) for x in (out, grad_out[0]))
+        heads = _Heads(q.shape[0], k.shape[0])
         # (T, H, D) storage: the projections' backward wants tokens outermost.
         dq, dk, dv = (x.new_empty((x.shape[1], x.shape[0], x.shape[2])).transpose(0, 1) for x in (q, k, v))
+        remaining = iter(saved)
+        for block, at in zip(ctx.blocks, ctx.plans, strict=True):
+            stem, stem_at = (block.start, block.split), slice(block.start, block.split)
+            stem_k, stem_v = heads.key(k, *stem), heads.key(v, *stem)
 
-        def run(
-            start: int, end: int, key_start: int, key_end: int, causal: bool, lse: Tensor
-        ) -> tuple[Tensor, Tensor, Tensor]:
-            grads = _flash_backward(
-                _grouped(go_htd, kv_heads, start, end),
-                _grouped(q, kv_heads, start, end),
-                _grouped(k, kv_heads, key_start, key_end).expand(-1, repeats, -1, -1),
-                _grouped(v, kv_heads, key_start, key_end).expand(-1, repeats, -1, -1),
-                _grouped(out_htd, kv_heads, start, end),
-                lse,
+            def back(span: tuple[int, int], keys: Tensor, values: Tensor, lse: Tensor, causal: bool) -> Any:
+                views = [heads.query(x, *span) for x in (go_HTD, q, out_HTD)]
+                return _flash_backward(views[0], views[1], keys, values, views[2], lse, 0.0, causal, scale=ctx.scale)
+
+            gq, gk, gv = back(stem, stem_k, stem_v, next(remaining), True)
+            dq[:, stem_at], dk[:, stem_at], dv[:, stem_at] = gq.flatten(0, 1), gk.sum(1), gv.sum(1)
+            if at is None:
+                continue
+            lse, rest, rest_at = next(remaining), (block.split, block.end), slice(block.split, block.end)
+            far_q, gk, gv = back(rest, stem_k, stem_v, lse, False)
+            dk[:, stem_at] += gk.sum(1)
+            dv[:, stem_at] += gv.sum(1)
+            near_q, gk, gv = _flash_backward(
+                *(heads.to_own(heads.query(go_HTD, *rest), at), heads.own_query(q, at)),
+                *(heads.own_key(k, at), heads.own_key(v, at), heads.own_query(out_HTD, at)),
+                heads.to_own(lse.unsqueeze(-1), at)[..., 0].contiguous(),
                 0.0,
-                causal,
+                True,
                 scale=ctx.scale,
             )
-            return grads[0].flatten(0, 1), grads[1].sum(1), grads[2].sum(1)
+            dq[:, rest_at] = (far_q + heads.from_own(near_q, at)).flatten(0, 1)
+            dk[:, rest_at] = heads.from_own(gk, at).sum(1)
+            dv[:, rest_at] = heads.from_own(gv, at).sum(1)
+        dq, dk, dv = (x.to(query.dtype).unsqueeze(0) for x in (dq, dk, dv))
+        return dq, dk, dv, None, None
 
-        remaining = iter(sums)
-        for block in ctx.blocks:
-            stem = slice(block.start, block.split)
-            dq[:, stem], dk[:, stem], dv[:, stem] = run(
-                block.start, block.split, block.start, block.split, True, next(remaining)
-            )
-            if not block.branches:
-                continue
-            lse = next(remaining)
-            rest = slice(block.split, block.end)
-            dq[:, rest], far_k, far_v = run(block.split, block.end, block.start, block.split, False, lse)
-            dk[:, stem] += far_k
-            dv[:, stem] += far_v
-            for start, end in block.branch_spans():
-                own = slice(start, end)
-                near_lse = lse[:, :, start - block.split : end - block.split].contiguous()
-                near_q, dk[:, own], dv[:, own] = run(start, end, start, end, True, near_lse)
-                dq[:, own] += near_q
-        return dq.unsqueeze(0), dk.unsqueeze(0), dv.unsqueeze(0), None, None
+
+def _widen(x: Tensor) -> Tensor:
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
