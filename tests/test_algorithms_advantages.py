@@ -56,9 +56,10 @@ def test_an_invalid_member_is_absent_whatever_its_reward(settings, want, reward,
 
 
 @pytest.mark.parametrize("settings", [CENTRED, SCALED, RLOO])
-@pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, 1e9, -7.3])
-def test_a_constant_group_gives_exactly_zero(settings, value):
-    assert set(compute_advantages([group("g", [value] * 7)], settings).values()) == {0.0}
+@pytest.mark.parametrize("value", [0.0, 0.1, 0.9, 1 / 3, 1e9, -7.3])
+@pytest.mark.parametrize("size", [2, 3, 9])  # fsum([0.1] * 3) / 3 is not 0.1
+def test_a_constant_group_gives_exactly_zero(settings, value, size):
+    assert set(compute_advantages([group("g", [value] * size)], settings).values()) == {0.0}
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES.names()))

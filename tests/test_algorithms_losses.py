@@ -15,6 +15,7 @@ from slipstream.algorithms import (
     MetricAccumulator,
     entropy_from_logits,
     kl_values,
+    log_ratio,
     loss_inputs,
     numpy_ops,
     objective,
@@ -26,10 +27,10 @@ from slipstream.algorithms.losses import LOSSES
 from slipstream.errors import ContractError, SettingsError
 
 
-def run(rows, logprobs, spec, entropy=None):
-    """Value, gradient and metrics in torch float64 for log-probs of the trained tokens."""
+def run(rows, logprobs, spec, entropy=None, dtype=torch.float64):
+    """Value, gradient and metrics in torch for log-probs of the trained tokens."""
     xp, batch = torch_ops(), Batch(rows)
-    leaf = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
+    leaf = torch.tensor(logprobs, dtype=dtype, requires_grad=True)
     loss, metrics = objective(xp, loss_inputs(xp, batch, range(len(rows)), spec, leaf, entropy), spec)
     loss.backward()
     accumulator = MetricAccumulator()
@@ -39,14 +40,15 @@ def run(rows, logprobs, spec, entropy=None):
 
 def test_ppo_clip_golden_numbers():
     # r = 1.5 and .5, A = +1 and -1, clip .2/.3: min(1.5, 1.3) = 1.3 and min(-.5, -.8) = -.8
-    rows = [batch_row("a", [1, 1], weight=0.5, advantage=[1.0, -1.0], behaviour=[-1.0, -1.0])]
+    rows = [batch_row("a", [1, 1], weight=[0.5, 0.25], advantage=[1.0, -1.0], behaviour=[-1.0, -1.0])]
     spec = LossSpec("ppo_clip", {"clip_low": 0.2, "clip_high": 0.3})
     loss, grad, metrics = run(rows, [-1 + math.log(1.5), -1 + math.log(0.5)], spec)
-    assert loss == pytest.approx(-0.5 * (1.3 - 0.8))
+    assert loss == pytest.approx(-0.5 * 1.3 + 0.25 * 0.8)
     assert grad.tolist() == [0.0, 0.0]
     assert metrics["loss_metrics/clip_fraction"] == 1.0
-    assert metrics["loss_metrics/ratio_mean"] == pytest.approx(1.0)
+    assert metrics["loss_metrics/ratio_mean"] == pytest.approx((0.5 * 1.5 + 0.25 * 0.5) / 0.75)
     assert metrics["loss_metrics/ratio_max"] == pytest.approx(1.5)
+    assert metrics["loss_metrics/ratio_min"] == pytest.approx(0.5)
     # The other signs are not clipped: the pessimistic branch is the free one.
     rows = [batch_row("a", [1, 1], weight=0.5, advantage=[-1.0, 1.0], behaviour=[-1.0, -1.0])]
     loss, grad, metrics = run(rows, [-1 + math.log(1.5), -1 + math.log(0.5)], spec)
@@ -79,16 +81,26 @@ def test_masking_comes_before_the_exponential():
     assert new.grad.tolist() == [-1.0, 0.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", LOSSES.names())
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS.names())
-@pytest.mark.parametrize("gap", [-100.0, -20.0, 20.0, 100.0])
-def test_huge_log_ratios_have_finite_values_and_gradients(name, estimator, gap):
-    rows = [batch_row("a", [1, 1], advantage=[1.0, -1.0], behaviour=-101.0)]
-    spec = LossSpec(name, kl_coef=0.1, kl_estimator=estimator, ref_logprobs=[np.full(2, -101.0)])
-    loss, grad, metrics = run(rows, [-101.0 + gap] * 2, spec)
+@pytest.mark.parametrize("gap", [-1000.0, -100.0, -20.0, 20.0, 100.0, 1000.0])
+def test_huge_log_ratios_have_finite_values_and_gradients(name, estimator, gap, dtype):
+    rows = [batch_row("a", [1, 1], advantage=[1.0, -1.0], behaviour=-1001.0)]
+    spec = LossSpec(name, kl_coef=0.1, kl_estimator=estimator, ref_logprobs=[np.full(2, -1001.0)])
+    loss, grad, metrics = run(rows, [-1001.0 + gap] * 2, spec, dtype=dtype)
     assert math.isfinite(loss)
     assert np.isfinite(grad).all()
     assert all(math.isfinite(v) for v in metrics.values())
+
+
+def test_the_anchor_and_the_reference_are_constants_also_when_they_carry_a_graph():
+    own = torch.tensor([-1.0], requires_grad=True)
+    kl_values(torch_ops(), own, 2 * own, "k1").sum().backward()
+    assert own.grad.tolist() == [1.0]
+    own.grad = None
+    log_ratio(torch_ops(), own, 2 * own).sum().backward()
+    assert own.grad.tolist() == [1.0]
 
 
 def test_kl_estimators_by_hand():
@@ -175,7 +187,7 @@ def test_an_empty_microbatch_is_zero():
 def test_a_loss_of_unit_row_weighs_rows_and_is_differentiable():
     @register_loss("row_mean_nll", unit="row", needs=())
     def row_mean_nll(xp, inputs, settings):
-        values = -inputs.row_mean(xp, inputs.logprobs)
+        values = -inputs.mean(xp, inputs.logprobs, "row")
         return LossValues(values, {"nll": LossMetric("mean", values, unit="row")})
 
     try:
@@ -186,6 +198,23 @@ def test_a_loss_of_unit_row_weighs_rows_and_is_differentiable():
     assert loss == pytest.approx(0.5 * 2 + 0.5 * 4)
     assert grad.tolist() == pytest.approx([-0.25, -0.25, -0.5])
     assert metrics["loss_metrics/nll"] == pytest.approx(3.0)
+
+
+def test_a_loss_of_unit_group_sees_whole_groups_and_refuses_a_cut():
+    @register_loss("group_nll", unit="group", needs=())
+    def group_nll(xp, inputs, settings):
+        return LossValues(-inputs.mean(xp, inputs.logprobs, "group"))
+
+    try:
+        names = ["g", "h", "g"]
+        rows = [batch_row(str(i), [1], weight=0.25, group_id=name) for i, name in enumerate(names)]
+        loss, grad, _ = run(rows, [-1.0, -5.0, -3.0], LossSpec("group_nll"))
+        with pytest.raises(ContractError, match="row 2 is in another micro-batch"):
+            loss_inputs(numpy_ops(), Batch(rows), [0, 1], LossSpec("group_nll"), np.zeros(2))
+    finally:
+        LOSSES.remove("group_nll")
+    assert loss == pytest.approx(0.5 * 2 + 0.25 * 5)
+    assert grad.tolist() == pytest.approx([-0.25, -0.25, -0.25])
 
 
 @pytest.mark.parametrize("reduced", [lambda xp, x: xp.sum(x), lambda xp, x: xp.sum(x) / len(x)])

@@ -50,8 +50,8 @@ every_estimator = pytest.mark.parametrize("estimator", ESTIMATOR_NAMES)
 def row_loss():
     @register_loss(ROW_LOSS, unit="row")
     def sequence_ratio(xp, inputs, settings):
-        gap = inputs.row_mean(xp, log_ratio(xp, inputs.logprobs, inputs.old_logprobs))
-        ratio, advantage = xp.exp(gap), inputs.row_mean(xp, inputs.advantages)
+        gap = inputs.mean(xp, log_ratio(xp, inputs.logprobs, inputs.old_logprobs), "row")
+        ratio, advantage = xp.exp(gap), inputs.mean(xp, inputs.advantages, "row")
         values = -xp.minimum(ratio * advantage, xp.clip(ratio, 0.9, 1.1) * advantage)
         return LossValues(values, {"ratio": LossMetric("max", ratio, unit="row")})
 

@@ -25,7 +25,7 @@ from slipstream.errors import ContractError
 MAX_LOG_GAP = 20.0
 """Log-ratios are clamped to +- this before any exponential; exp(20) is 4.9e8."""
 MAX_KL = 10.0
-"""A k3 value is capped here, so that one outlier token cannot own the step."""
+"""A k3 value is capped here, so that one outlier token cannot own the step; a capped token has no KL gradient."""
 
 KlEstimator = Callable[[Ops, Array], Array]
 KL_ESTIMATORS: Registry[KlEstimator] = Registry("KL estimator")

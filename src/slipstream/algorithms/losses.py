@@ -5,7 +5,8 @@ Refuses: weights, denominators, masks, padding, micro-batches (the reducer and t
 
 A loss is a function ``(xp, inputs, settings) -> LossValues``.  Its inputs are flat arrays over the *trained*
 tokens only, so there is nothing to mask.  It returns one value per unit: ``(N,)`` for unit ``token``,
-``(R,)`` for unit ``row``.  The reducer multiplies by weights that already contain 1/denominator.
+``(R,)`` for unit ``row``, ``(G,)`` for unit ``group``.  The reducer multiplies by weights that already contain
+1/denominator.  A unit is never split: rows are whole by construction, and a batch that cuts a group is refused.
 
 A loss of your own:
 
@@ -26,7 +27,7 @@ from slipstream.algorithms.ops import Array, Ops
 from slipstream.algorithms.registry import Registry, did_you_mean
 from slipstream.errors import ContractError, SettingsError
 
-Unit = Literal["token", "row"]
+Unit = Literal["token", "row", "group"]
 Reducer = Literal["mean", "sum", "max", "min"]
 Need = Literal["old_logprobs", "behaviour_logprobs", "ref_logprobs", "entropy", "advantages"]
 
@@ -48,14 +49,32 @@ class LossInputs:
     weights: Array
     row_index: Array
     n_rows: int
+    group_index: Array | None = None
+    """``(N,)``: the group of each token, ``0 .. G-1``."""
+    n_groups: int = 0
 
-    def row_mean(self, xp: Ops, values: Array) -> Array:
-        """Mean over each row's trained tokens: ``(N,)`` to ``(R,)``."""
-        return xp.segment_mean(values, self.row_index, self.n_rows)
+    def units(self, unit: Unit) -> int:
+        """How many units there are: N, R or G."""
+        return {"token": len(self.logprobs), "row": self.n_rows, "group": self.n_groups}[unit]
 
-    def per_token(self, row_values: Array) -> Array:
-        """``(R,)`` to ``(N,)``."""
-        return row_values[self.row_index]
+    def mean(self, xp: Ops, values: Array, unit: Unit) -> Array:
+        """Mean over each unit's trained tokens: ``(N,)`` to ``(R,)`` or ``(G,)``."""
+        return values if unit == "token" else xp.segment_mean(values, self._index(unit), self.units(unit))
+
+    def sum(self, xp: Ops, values: Array, unit: Unit) -> Array:
+        """Sum over each unit's trained tokens: ``(N,)`` to ``(R,)`` or ``(G,)``."""
+        return values if unit == "token" else xp.segment_sum(values, self._index(unit), self.units(unit))
+
+    def per_token(self, values: Array, unit: Unit) -> Array:
+        """One value per unit, spread over its tokens: to ``(N,)``."""
+        return values if unit == "token" else values[self._index(unit)]
+
+    def _index(self, unit: Unit) -> Array:
+        if unit == "row":
+            return self.row_index
+        if self.group_index is None:
+            raise ContractError("a loss of unit 'group' needs group_index, which these inputs do not have")
+        return self.group_index
 
 
 @dataclass
@@ -64,7 +83,7 @@ class LossMetric:
 
     reducer: Reducer
     values: Array
-    """``(N,)`` or, when ``unit`` is ``row``, ``(R,)``."""
+    """One per ``unit``: ``(N,)``, ``(R,)`` or ``(G,)``."""
     unit: Unit = "token"
 
 

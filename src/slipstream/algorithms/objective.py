@@ -25,7 +25,7 @@ import numpy as np
 
 from slipstream.algorithms.batch import Batch, FloatArray
 from slipstream.algorithms.kl import kl_values
-from slipstream.algorithms.losses import LOSSES, LossInputs, LossValues, Reducer
+from slipstream.algorithms.losses import LOSSES, LossInputs, LossValues, Reducer, Unit
 from slipstream.algorithms.ops import Array, Ops
 from slipstream.errors import ContractError
 
@@ -94,6 +94,9 @@ def loss_inputs(
     if int(counts.sum()) != len(logprobs):
         raise ContractError(f"objective: {len(logprobs)} log-probs for {int(counts.sum())} trained tokens")
     loss = LOSSES.get(spec.policy)
+    groups = list(dict.fromkeys(row.group_id for row in picked))
+    if loss.unit == "group":
+        _refuse_cut_groups(batch, rows, spec.policy)
 
     def flat(name: str, pieces: Sequence[Any], required: bool) -> Array | None:
         for i, piece in zip(rows, pieces, strict=True):
@@ -125,7 +128,18 @@ def loss_inputs(
         weights=flat("weights", [r.weights_T[r.trained_T] for r in picked], True),
         row_index=xp.index_array(np.repeat(np.arange(len(picked)), counts), like=logprobs),
         n_rows=len(picked),
+        group_index=xp.index_array(np.repeat([groups.index(row.group_id) for row in picked], counts), like=logprobs),
+        n_groups=len(groups),
     )
+
+
+def _refuse_cut_groups(batch: Batch, rows: Sequence[int], policy: str) -> None:
+    """A loss over groups must see each of its groups whole."""
+    here = {batch.rows[i].group_id for i in rows}
+    whole = {i for i, row in enumerate(batch.rows) if row.group_id in here}
+    if missing := sorted(whole - set(rows)):
+        name = batch.rows[missing[0]].row_id
+        raise ContractError(f"loss {policy!r} works on whole groups, but row {name} is in another micro-batch")
 
 
 def objective(xp: Ops, inputs: LossInputs, spec: LossSpec) -> tuple[Array, dict[str, Metric]]:
@@ -164,23 +178,22 @@ def objective(xp: Ops, inputs: LossInputs, spec: LossSpec) -> tuple[Array, dict[
         metrics["rollout_train_logprobs_abs_diff_mean"] = _reduce(xp, "mean", gap, magnitude)
         metrics["rollout_train_logprobs_abs_diff_max"] = _reduce(xp, "max", gap, magnitude)
     for name, metric in out.metrics.items():
-        by_row = metric.unit == "row"
-        scale = xp.segment_sum(magnitude, inputs.row_index, inputs.n_rows) if by_row else magnitude
+        scale = inputs.sum(xp, magnitude, metric.unit)
         metrics[f"loss_metrics/{name}"] = _reduce(xp, metric.reducer, metric.values, scale)
     metrics["final_loss"] = Metric("sum", xp.stop_gradient(total))
     return total, metrics
 
 
-def _per_token(out: LossValues, unit: str, inputs: LossInputs) -> Array:
+def _per_token(out: LossValues, unit: Unit, inputs: LossInputs) -> Array:
     """Values per token; a wrong shape is the mark of a loss that reduced by itself, and is refused."""
-    want = inputs.n_rows if unit == "row" else len(inputs.logprobs)
+    want = inputs.units(unit)
     shape = tuple(getattr(out.values, "shape", ()))
     if shape != (want,):
         raise ContractError(
             f"a loss of unit {unit!r} must return one value per {unit}, shape ({want},); got {shape}. "
             "Do not take sums or means inside a loss: the reducer does it"
         )
-    return inputs.per_token(out.values) if unit == "row" else out.values
+    return inputs.per_token(out.values, unit)
 
 
 def _reduce(xp: Ops, reducer: Reducer, values: Array, scale: Array) -> Metric:
