@@ -105,3 +105,10 @@ def test_every_sampled_token_has_a_fate():
     assert fates["bad"] == "failed"
     assert fates["same-0"] == "filtered:zero_variance"
     assert fates["mixed-0"] == "trained"
+
+
+def test_zeroing_never_gives_an_unscored_member_a_vote():
+    unscored = trajectory("unscored", Missing("judge down"), outcome=Truncated("total_tokens"))
+    result = apply_filters([Group("g", "p", 1, (unscored,))], ALGORITHM, RolloutSettings(zero_reward_on_non_stop=True))
+    assert result.groups[0].voters == ()
+    assert result.decisions == ()
