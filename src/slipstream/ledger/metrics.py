@@ -217,25 +217,29 @@ def gap_metrics(record: StepRecord) -> Metrics:
 
 
 def step_metrics(record: StepRecord, *, early_lengths: Sequence[float] = ()) -> Metrics:
-    """Everything that one step's record tells by itself."""
-    members = record.members()
+    """Everything that one step's record tells by itself.
+
+    Superseded members (retried attempts, work of a dead incarnation) count in no metric, only in the account.
+    """
+    groups = [g for g in record.groups if any(record.dispositions[m.trajectory_id] != "superseded" for m in g.members)]
+    members = [m for g in groups for m in g.members]
     trained = [m for m in members if record.dispositions[m.trajectory_id] == "trained"]
-    fates = [{record.dispositions[m.trajectory_id] for m in g.members} for g in record.groups]
+    fates = [{record.dispositions[m.trajectory_id] for m in g.members} for g in groups]
     advantages = [record.advantages[m.trajectory_id] for m in trained if m.trajectory_id in record.advantages]
     kinds = [disposition_kind(text) for text in record.dispositions.values()]
     settled = record.settled()
     return {
         "trainer/global_step": float(record.step),
-        **reward_metrics(record.groups),
+        **reward_metrics(groups),
         "reward/num_zero_variance_filtered": float(sum("filtered:zero_variance" in f for f in fates)),
         **environment_metrics(members),
-        **generation_metrics(record.groups),
+        **generation_metrics(groups),
         **_mean("loss/avg_final_rewards", [m.total_reward for m in trained if m.votes]),
         **_mean("loss/avg_raw_advantages", advantages),
         **_mean("loss/avg_raw_advantages_abs", [abs(a) for a in advantages]),
         **staleness_metrics(members, record.weight_version_before),
         **gap_metrics(record),
-        **guard_metrics(record.groups, early_lengths),
+        **guard_metrics(groups, early_lengths),
         "trainer/num_trained_trajectories": float(kinds.count("trained")),
         "trainer/num_trained_tokens": float(settled.get("trained", 0)),
     }

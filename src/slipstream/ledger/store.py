@@ -264,7 +264,9 @@ class Ledger:
                 "trajectories": sum(int(e.data["trajectories"]) for e in later),
                 "tokens": account.superseded - kept.superseded,
             }
-            self._append("superseded", None, {"after_step": step, **counts, "account": asdict(account)}, {}, sync=True)
+            if later or self.incarnation > 0:
+                data = {"after_step": step, **counts, "account": asdict(account)}
+                self._append("superseded", None, data, {}, sync=True)
             self._account = account
             self._live_steps = {s for s in self._live_steps if s <= step}
             self._early_lengths = self._read_early_lengths()
