@@ -42,7 +42,7 @@ ALTERNATING = (
 
 SPECIALS = {"<|im_start|>": 256, "<|im_end|>": 257, "<|endoftext|>": 258}
 EOS = 257
-VOCAB = 260
+VOCAB = 259
 
 
 def _raise(message: str) -> None:

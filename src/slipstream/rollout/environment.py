@@ -76,7 +76,13 @@ def check_messages(value: Any, where: str) -> list[Message]:
     return value
 
 
+def _plain(value: Any) -> Any:
+    """A numpy or torch scalar as a Python value; anything else as it is."""
+    return value.item() if hasattr(value, "item") and getattr(value, "shape", None) == () else value
+
+
 def _number(value: Any, where: str) -> float:
+    value = _plain(value)
     try:
         if not isinstance(value, numbers.Number) or isinstance(value, complex):
             raise TypeError
@@ -123,8 +129,8 @@ def read_step(output: Any) -> StepResult:
         raise EnvFault("env_type", f"the step output lacks {', '.join(missing)}", False)
     observations = output["observations"]
     messages = check_messages(list(observations) if isinstance(observations, tuple) else observations, "observations")
-    done = output["done"]
-    if not isinstance(done, bool) and type(done).__name__ not in ("bool_", "bool"):
+    done = _plain(output["done"])
+    if not isinstance(done, bool):
         raise EnvFault("env_type", f"done must be True or False, got {done!r}", False)
     action = output.get("postprocessed_action")
     if action is not None and not isinstance(action, str):
@@ -132,7 +138,7 @@ def read_step(output: Any) -> StepResult:
     metadata = output.get("metadata")
     components = metadata.get("reward_components") if isinstance(metadata, Mapping) else None
     rewards = read_rewards(output["reward"], components)
-    return StepResult(tuple(dict(m) for m in messages), rewards, bool(done), action)
+    return StepResult(tuple(dict(m) for m in messages), rewards, done, action)
 
 
 @dataclass
