@@ -13,7 +13,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ def facts_from_config(config: Mapping[str, Any], parameters: int | None = None) 
 def _estimated(facts: ModelFacts) -> ModelFacts:
     layer = sum(wide * high for wide, high in facts.linears.values()) + 2 * facts.hidden_size
     embeddings = facts.vocab_size * facts.hidden_size * (1 if facts.tied_embeddings else 2)
-    return ModelFacts(**{**vars(facts), "parameters": facts.layers * layer + embeddings + facts.hidden_size})
+    return replace(facts, parameters=facts.layers * layer + embeddings + facts.hidden_size)
 
 
 def read_facts(path: str) -> ModelFacts | None:

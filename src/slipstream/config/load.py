@@ -138,7 +138,9 @@ def _merge(sources: Sequence[tuple[str, DictConfig]]) -> dict[str, Any]:
 
 def _one_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(line for line in lines if not line.startswith(("full_key:", "object_type=")))
+    text = " ".join(line for line in lines if not line.startswith(("full_key:", "object_type=")))
+    key = getattr(error, "full_key", None)
+    return f"{key}: {text}" if key else text
 
 
 # --- keys ------------------------------------------------------------------------------------------
