@@ -434,9 +434,9 @@ def test_torch_export_is_cast_to_what_the_engine_holds():
 
 def test_versions_are_never_reused_across_incarnations():
     counter = VersionCounter("policy", 0)
-    names = [str(counter.advance()) for _ in range(3)]
+    names = [str(counter.next()) for _ in range(3)]
     resumed = VersionCounter.resumed(json.loads(json.dumps(counter.state_dict())))
-    names += [str(resumed.advance()) for _ in range(3)]
+    names += [str(resumed.next()) for _ in range(3)]
     assert names == [f"policy/{i}/{n}" for i, n in ((0, 1), (0, 2), (0, 3), (1, 4), (1, 5), (1, 6))]
 
 

@@ -2,7 +2,7 @@
 
 >>> from slipstream.weights import Publisher, Replica, VersionCounter
 >>> counter = VersionCounter("policy", incarnation=0)
->>> str(counter.current), str(counter.advance())
+>>> str(counter.current), str(counter.next())
 ('policy/0/0', 'policy/0/1')
 """
 

@@ -19,7 +19,7 @@ class VersionCounter:
     """Versions of one policy in one incarnation of a run.
 
     >>> saved = VersionCounter("policy", 0).state_dict()
-    >>> str(VersionCounter.resumed(saved).advance())
+    >>> str(VersionCounter.resumed(saved).next())
     'policy/1/1'
     """
 
@@ -28,10 +28,10 @@ class VersionCounter:
 
     @property
     def current(self) -> WeightVersion:
-        """The last version handed out; the initial weights before the first ``advance``."""
+        """The last version handed out; the initial weights before the first ``next``."""
         return self._current
 
-    def advance(self) -> WeightVersion:
+    def next(self) -> WeightVersion:
         """The name of the next publish."""
         self._current = self._current.next()
         return self._current
