@@ -10,6 +10,7 @@ import pytest
 
 from slipstream.config import RunSettings, load_settings
 from slipstream.config.settings import NO_LIMIT
+from slipstream.config.tree import leaves
 from slipstream.errors import SettingsError
 
 
@@ -76,6 +77,25 @@ def test_base_lies_underneath_and_contradicts_nothing() -> None:
     assert loaded.settings.env.kwargs == {"a": 1, "b": 2}
     assert load_settings(base=base).settings == base
     assert load_settings(base=base.model_dump()).settings == base
+
+
+def test_a_part_of_a_section_leaves_its_other_defaults() -> None:
+    loaded = load_settings([], ["eval.sampling.top_p=0.9", "sft.optimizer.warmup_steps=3"]).settings
+    assert (loaded.eval.sampling.temperature, loaded.sft.optimizer.lr) == (0.0, 1e-5)
+    for path, leaf in leaves().items():
+        if not leaf.open and leaf.default is not None:
+            # Setting any leaf to its default changes nothing, wherever the default comes from.
+            *parents, name = path.split(".")
+            tree: dict[str, object] = {name: leaf.default}
+            for parent in reversed(parents):
+                tree = {parent: tree}
+            assert RunSettings.model_validate(tree) == RunSettings(), path
+
+
+def test_what_a_base_left_open_stays_unset() -> None:
+    base = RunSettings.model_validate({"algorithm": {"loss": "cross_entropy"}})
+    loaded = load_settings([], ["algorithm.kl_coef=0.1"], base=base).settings
+    assert loaded.algorithm.model_fields_set == {"loss", "kl_coef"}
 
 
 def test_epochs_over_a_base_lift_its_steps() -> None:

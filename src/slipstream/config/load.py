@@ -235,11 +235,12 @@ def _on_base(base: RunSettings | Mapping[str, Any] | None, values: Mapping[str, 
             made = base if isinstance(base, RunSettings) else RunSettings.model_validate(dict(base))
         except ValidationError as error:
             raise SettingsError(_listed(_readable(error, {}, {}))) from error
-        tree = made.model_dump()
+        tree = made.model_dump(exclude_unset=True)  # what the preset left to the defaults stays so
+        schedule = tree.get("schedule", {})
         if values.get("schedule.epochs") is not None and "schedule.steps" not in values:
-            del tree["schedule"]["steps"]  # a new number of epochs decides the length again
+            schedule.pop("steps", None)  # a new number of epochs decides the length again
         elif "schedule.steps" in values and "schedule.epochs" not in values:
-            tree["schedule"]["epochs"] = None
+            schedule.pop("epochs", None)
     for path, value in values.items():
         *parents, name = path.split(".")
         node = tree

@@ -28,6 +28,11 @@ def _one_or_many(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
+def _with(**defaults: Any) -> BeforeValidator:
+    """Defaults of a section where it stands: they hold also when only a part of the section is given."""
+    return BeforeValidator(lambda value: {**defaults, **value} if isinstance(value, dict) else value)
+
+
 def _top_k(value: int) -> int:
     if value != -1 and value < 1:
         raise ValueError("must be -1 (off) or at least 1")
@@ -269,7 +274,9 @@ class EvalSettings(Settings):
     after: bool = Field(True, description="Evaluate after the last step.")
     every_steps: int = Field(0, ge=0, description="Evaluate every N steps; 0 = only before and after.")
     samples_per_prompt: int = Field(1, ge=1, description="Samples per evaluation prompt.")
-    sampling: SamplingSettings = Field(SamplingSettings(temperature=0.0), description="How they are drawn.")
+    sampling: Annotated[SamplingSettings, _with(temperature=0.0)] = Field(
+        SamplingSettings(temperature=0.0), description="How they are drawn."
+    )
 
 
 class SftSettings(Settings):
@@ -277,7 +284,9 @@ class SftSettings(Settings):
 
     steps: int = Field(0, ge=0, description="Optimiser steps; 0 skips the phase.")
     rows_per_step: int = Field(16, ge=1, description="Chat rows per optimiser step.")
-    optimizer: OptimizerSettings = Field(OptimizerSettings(lr=1e-5), description="Optimiser of the SFT phase.")
+    optimizer: Annotated[OptimizerSettings, _with(lr=1e-5)] = Field(
+        OptimizerSettings(lr=1e-5), description="Optimiser of the SFT phase."
+    )
     train_on: Literal["all_assistant_messages", "last_assistant_message"] = Field(
         "all_assistant_messages", description="Which assistant messages are learnt."
     )
