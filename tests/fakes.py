@@ -40,6 +40,17 @@ ALTERNATING = (
     "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
 )
 
+# No generation header; the end of turn stands only behind assistant messages.
+BRACKETS = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + '[/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] | trim + '<|im_end|>' }}{% endif %}{% endfor %}"
+)
+# No special token at all.
+PLAIN = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
 SPECIALS = {"<|im_start|>": 256, "<|im_end|>": 257, "<|endoftext|>": 258}
 EOS = 257
 VOCAB = 259

@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 
-from fakes import ALTERNATING, CHATML, EOS, MERGE_TOOLS, STRIP_THINKING, ByteTokenizer, MergeTokenizer, user
+from fakes import (
+    ALTERNATING,
+    BRACKETS,
+    CHATML,
+    EOS,
+    MERGE_TOOLS,
+    PLAIN,
+    STRIP_THINKING,
+    ByteTokenizer,
+    MergeTokenizer,
+    user,
+)
 from slipstream.rollout import Renderer, TemplateError
 
 
@@ -102,6 +113,24 @@ def test_check_measures_what_a_template_does(template: str, tool_messages: bool 
     assert report.tool_messages is tool_messages
     assert report.strips_thinking is strips
     assert report.end_of_turn == (EOS,)
+
+
+@pytest.mark.parametrize(
+    ("template", "end_of_turn", "action", "text"),
+    [
+        (BRACKETS, (EOS,), " a", "[INST] q[/INST] a<|im_end|>[INST] b[/INST]"),
+        (PLAIN, (), "a", "user: q\nassistant: a<|im_end|>\nuser: b\nassistant: "),
+    ],
+)
+def test_templates_of_other_families_stay_append_only(
+    template: str, end_of_turn: tuple[int, ...], action: str, text: str
+) -> None:
+    tokenizer = ByteTokenizer(template)
+    renderer = Renderer(tokenizer)
+    assert renderer.end_of_turn == end_of_turn
+    glue, row = extend(renderer, action, [user("b")])
+    assert glue.fork_point is None
+    assert tokenizer.decode([*row, *glue.observation]) == text
 
 
 def test_check_finds_a_template_that_is_not_append_only() -> None:
