@@ -78,7 +78,10 @@ class Synth:
         uid = f"{family}-{prompt:04d}"
         ease = skill - 0.1 * (prompt % len(FAMILIES))
         right_first, right_second = rng.random() < ease, rng.random() < ease * 0.5
-        head = f"<|im_start|>system\n{SCHEMA_TEXT}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+        head = (
+            f"<|im_start|>system\n{SCHEMA_TEXT}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n"
+            "<|im_start|>assistant\n"
+        )
         spans = [Span.prompt(self.pieces.encode(head))]
         turns: list[Turn] = []
         rewards: list[Reward] = []
@@ -86,7 +89,10 @@ class Synth:
             good = right_first if turn == 0 else right_second
             column = f"{table}Id" if good or rng.random() < 0.5 else "Identifier"
             bound = prompt * 3 + 1 if good else prompt
-            sql = f"<sql>SELECT COUNT(*) FROM {table} WHERE {column} > {bound};</sql>"
+            extra = "".join(
+                f" AND Name <> '{w}'" for w in rng.sample(("Rock", "Jazz", "Blues", "Latin"), rng.randint(0, 3))
+            )
+            sql = f"<sql>SELECT COUNT(*) FROM {table} WHERE {column} > {bound}{extra};</sql>"
             spans.append(self._sampled(sql, version, turn))
             spans.append(Span.synthetic(self.pieces.encode("<|im_end|>"), turn))
             runs = column != "Identifier"
@@ -155,7 +161,7 @@ class Synth:
                         [x + self.random.gauss(0, 0.02) for s in member.sampled_spans() for x in s.logprobs or ()]  # type: ignore[union-attr]
                     ]
         sampled = sum(g.sampled_tokens for g in groups)
-        generate = 5 + self.random.random()
+        generate = 20 + self.random.random()
         return StepRecord(
             step=step,
             groups=groups,
@@ -167,10 +173,8 @@ class Synth:
                 "policy/policy_entropy": 1.1 - skill,
                 "policy/grad_norm": 0.4 + 0.2 * self.random.random(),
                 "policy/policy_lr": 4e-5,
-                "trainer/tokens_per_second": sampled / (generate + 5),
-                "trainer/peak_memory_gb": 3.1,
             },
-            timings={"generate": generate, "update": 4.2, "publish": 0.3, "step": generate + 4.6},
+            timings={"generate": generate, "update": 14.2, "publish": 0.3, "step": generate + 14.6},
             receipts=[{"version": f"policy/{incarnation}/{step}", "verified": True, "replicas": 1, "seconds": 0.3}],
             weight_version_before=before,
             weight_version_after=f"policy/{incarnation}/{step}",
@@ -217,6 +221,6 @@ def make_run(run_dir: Path, *, steps: int = 6, prompts: int = 4, size: int = 8, 
                 ledger.record_eval(synth.evaluation(step, skill, prompts=eval_prompts))
         ledger.event("warning", message="held-out family top_n is still at 0.3")
         ledger.event("checkpoint", step=steps, path=str(run_dir / "checkpoints"))
-        ledger.event("run_finished", step=steps)
+        ledger.event("run_finished", finished=True, seconds=38.0 * steps, peak_memory_gb=3.1)
         ledger.store_token_texts(synth.pieces.texts())
     return run_dir

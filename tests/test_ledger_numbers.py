@@ -169,6 +169,15 @@ def test_member_order_changes_no_metric() -> None:
     assert step_metrics(shuffled) == pytest.approx(step_metrics(record))
 
 
+def test_superseded_attempts_count_in_no_metric() -> None:
+    record = Synth().step(1)
+    retried = Group("again", "u", 1, (replace(member(7, None, outcome=FAILED), group_id="again"),))
+    more = replace(record, groups=[*record.groups, retried], dispositions={**record.dispositions, "t7": "superseded"})
+    plain, with_retry = step_metrics(record), step_metrics(more)
+    del plain["trainer/tokens_per_second"], with_retry["trainer/tokens_per_second"]  # the clock ran for both
+    assert with_retry == plain
+
+
 def test_metric_names_users_of_skyrl_know() -> None:
     names = set(step_metrics(Synth().step(1)))
     assert names >= {

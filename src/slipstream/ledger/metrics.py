@@ -228,6 +228,7 @@ def step_metrics(record: StepRecord, *, early_lengths: Sequence[float] = ()) -> 
     advantages = [record.advantages[m.trajectory_id] for m in trained if m.trajectory_id in record.advantages]
     kinds = [disposition_kind(text) for text in record.dispositions.values()]
     settled = record.settled()
+    seconds = record.timings.get("step", 0.0)
     return {
         "trainer/global_step": float(record.step),
         **reward_metrics(groups),
@@ -242,6 +243,7 @@ def step_metrics(record: StepRecord, *, early_lengths: Sequence[float] = ()) -> 
         **guard_metrics(groups, early_lengths),
         "trainer/num_trained_trajectories": float(kinds.count("trained")),
         "trainer/num_trained_tokens": float(settled.get("trained", 0)),
+        **({"trainer/tokens_per_second": sum(settled.values()) / seconds} if seconds > 0 else {}),
     }
 
 

@@ -32,6 +32,7 @@ HEALTH: tuple[tuple[str, str, bool], ...] = (
     ("policy/policy_entropy", "Policy entropy", False),
     ("policy/policy_kl", "KL to the reference", False),
     ("policy/grad_norm", "Gradient norm", False),
+    ("policy/loss_metrics/clip_fraction", "Clipped tokens", True),
     ("policy/rollout_train_logprobs_abs_diff_mean", "Log-prob gap, trainer − sampler", False),
     ("generate/avg_assistant_tokens", "Sampled tokens per trajectory", False),
     ("reward/avg_pass_at_n", "Groups with a success", True),

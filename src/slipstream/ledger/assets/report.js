@@ -150,7 +150,7 @@
       "Latest step": (a, b) => b.step - a.step || a.index - b.index,
     };
     for (const name of Object.keys(sorts)) $("sort").append(new Option(name, name));
-    $("sort").addEventListener("change", apply);
+    $("sort").addEventListener("change", () => { state.at = -1; list.scrollTop = 0; apply(); });
     let pending = 0;
     $("q").addEventListener("input", () => { clearTimeout(pending); pending = setTimeout(apply, 120); });
 
