@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream.algorithms.batch import Batch, BatchRow
+from slipstream.algorithms.losses import LOSSES, LossValues, register_loss
 from slipstream.algorithms.objective import LossSpec
 from slipstream.config.settings import LoraSettings, ModelSettings, OptimizerSettings, TrainingSettings
 from slipstream.errors import ContractError, ModelError, SettingsError
@@ -140,6 +141,25 @@ def test_the_microbatch_split_changes_nothing(build, budget):
     for name, value in b[2].metrics.items():
         if not name.startswith("train/"):
             assert a[2].metrics[name] == pytest.approx(value, abs=1e-4), name
+
+
+def test_a_loss_over_groups_sees_whole_groups_whatever_the_split(build):
+    """Squared spread of a group's row sums: its gradient at one row depends on the others."""
+
+    @register_loss("test_group_spread", needs=(), unit="group")
+    def spread(xp, inputs, settings):
+        group_mean = xp.segment_mean(inputs.logprobs, inputs.group_index, inputs.n_groups)
+        gap = inputs.logprobs - group_mean[inputs.group_index]
+        return LossValues(xp.segment_mean(gap * gap, inputs.group_index, inputs.n_groups))
+
+    try:
+        loss = LossSpec("test_group_spread", entropy_coef=0.1)
+        whole, split = run(build(), rows(), loss), run(build(max_tokens_per_microbatch=20), rows(), loss)
+    finally:
+        LOSSES.remove("test_group_spread")
+    assert split[2].metrics["train/microbatches"] > 2
+    assert_same(split, whole)
+    assert max(float(g.abs().max()) for g in whole[1].values()) > 1e-3
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 16])

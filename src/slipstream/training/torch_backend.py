@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from slipstream.algorithms.batch import Batch, FloatArray
+from slipstream.algorithms.losses import LOSSES
 from slipstream.algorithms.objective import LossSpec, MetricAccumulator, loss_inputs, objective
 from slipstream.algorithms.ops import torch_ops
 from slipstream.config.settings import ModelSettings, OptimizerSettings, TrainingSettings
@@ -238,32 +239,79 @@ class TorchBackend:
 
     def _forward_backward(self, handle: str, batch: Batch, loss: LossSpec) -> StepOutput:
         self._trained(handle)
-        xp, metrics, logprobs = torch_ops(), MetricAccumulator(), _RowValues(batch)
+        logprobs = _RowValues(batch)
         layouts = self._layouts(batch)
-        total = 0.0
-        self._policy.train_mode(True)
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._rng)
-            for layout in layouts:
-                with active_layout(layout, self._device):
-                    scores, spread = self._policy.score(
-                        layout,
-                        self._temperature(batch, layout),
-                        chunk=self.training.logprob_chunk_tokens,
-                        entropy=loss.needs_entropy,
-                    )
-                    inputs = loss_inputs(xp, batch, layout.row_ids_R, loss, scores, spread)
-                    value, parts = objective(xp, inputs, loss)
-                    value.backward()
-                total += float(value.detach())
-                logprobs.put(layout, scores.detach())
-                metrics.add(parts)
+            if LOSSES.get(loss.policy).unit == "group" and len(layouts) > 1:
+                total, metrics = self._backward_whole(batch, loss, layouts, logprobs)
+            else:
+                total, metrics = self._backward_by_layout(batch, loss, layouts, logprobs)
             self._rng = torch.get_rng_state()
         if not np.isfinite(total):
             self._optimizer.poison(f"the loss is {total}")
         packed = sum(layout.n_tokens for layout in layouts)
         extra = {"train/microbatches": float(len(layouts)), "train/packed_tokens": float(packed)}
         return StepOutput(total, logprobs.rows, {**metrics.result(), **extra})
+
+    def _score(self, batch: Batch, layout: Layout, loss: LossSpec) -> tuple[Tensor, Tensor | None]:
+        chunk, temperature_N = self.training.logprob_chunk_tokens, self._temperature(batch, layout)
+        return self._policy.score(layout, temperature_N, chunk=chunk, entropy=loss.needs_entropy)
+
+    def _backward_by_layout(
+        self, batch: Batch, loss: LossSpec, layouts: Sequence[Layout], logprobs: _RowValues
+    ) -> tuple[float, MetricAccumulator]:
+        """Token and row losses: every micro-batch of whole rows is a plain part of the sum."""
+        xp, metrics, total = torch_ops(), MetricAccumulator(), 0.0
+        self._policy.train_mode(True)
+        for layout in layouts:
+            with active_layout(layout, self._device):
+                scores, spread = self._score(batch, layout, loss)
+                inputs = loss_inputs(xp, batch, layout.row_ids_R, loss, scores, spread)
+                value, parts = objective(xp, inputs, loss)
+                value.backward()
+            total += float(value.detach())
+            logprobs.put(layout, scores.detach())
+            metrics.add(parts)
+        return total, metrics
+
+    def _backward_whole(
+        self, batch: Batch, loss: LossSpec, layouts: Sequence[Layout], logprobs: _RowValues
+    ) -> tuple[float, MetricAccumulator]:
+        """Group losses, whose groups may lie in several micro-batches: score first, then push gradients back.
+
+        The objective sees all rows at once; its gradient with respect to each token's log-prob (and entropy) is
+        what each micro-batch then propagates, at the price of one more forward pass.
+        """
+        xp, metrics, entropies = torch_ops(), MetricAccumulator(), _RowValues(batch)
+        self._policy.train_mode(False)
+        with torch.no_grad():
+            for layout in layouts:
+                with active_layout(layout, self._device):
+                    scores, spread = self._score(batch, layout, loss)
+                logprobs.put(layout, scores)
+                if spread is not None:
+                    entropies.put(layout, spread)
+        order = [index for layout in layouts for index in layout.row_ids_R]
+
+        def leaf(values: _RowValues) -> Tensor:
+            flat = np.concatenate([values.rows[i] for i in order]).astype(np.float32)
+            return torch.as_tensor(flat, device=self._device).requires_grad_()
+
+        leaves = [leaf(logprobs)] + ([leaf(entropies)] if loss.needs_entropy else [])
+        inputs = loss_inputs(xp, batch, order, loss, leaves[0], leaves[1] if loss.needs_entropy else None)
+        value, parts = objective(xp, inputs, loss)
+        metrics.add(parts)
+        gradients = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
+        self._policy.train_mode(True)
+        start = 0
+        for layout in layouts:
+            end = start + len(layout.at_N)
+            with active_layout(layout, self._device):
+                outputs = [x for x in self._score(batch, layout, loss) if x is not None]
+                torch.autograd.backward(outputs, [g[start:end] for g in gradients])
+            start = end
+        return float(value.detach()), metrics
 
     def _optim_step(self, handle: str) -> OptimResult:
         self._trained(handle)
