@@ -63,7 +63,7 @@ class SqlLimits:
     max_ops: int = 5_000_000
     max_rows: int = 10_000
     max_bytes: int = 1_000_000
-    wall_seconds: float = 5.0
+    wall_seconds: float = 2.0
     sql_bytes: int = 10_000
     value_bytes: int = 200_000
     heap_bytes: int = 64 << 20

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slipstream.envs.chinook import chinook
+from slipstream.envs.chinook import chinook, revision
 from slipstream.envs.core import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
 from slipstream.envs.sqldb import shared_sandbox
 from slipstream.envs.text2sql import Text2SQLSettings, gold_of
@@ -85,6 +85,11 @@ class SkyRLText2SQLEnv(BaseTextEnv):
         self.init_tool_groups([group])
         self.chat_history: ConversationType = []
         self.reward = 0.0
+
+    @property
+    def env_revision(self) -> str:
+        """The database that the outcome depends on."""
+        return f"chinook:{revision()}" if self.db_id == "chinook" else f"db:{self.db_id}"
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Run the turn's tool call, or judge the transcript when the episode ends."""
