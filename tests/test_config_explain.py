@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.config import explain, load_settings, render_explanation
+from slipstream.config import readers as readers_module
 from slipstream.config.readers import readers, unread
 from slipstream.config.reference import main, reference
 from slipstream.config.render import as_text
@@ -78,6 +79,12 @@ def test_readers_are_found_in_source_and_not_in_text(tmp_path: Path) -> None:
     assert readers(leaves()["rollout.max_turns"], tmp_path) == ("rollout",)
     assert readers(leaves()["rollout.env_workers"], tmp_path) == ()
     assert readers(leaves()["schedule.steps"], tmp_path) == ()
+    (room / "d.py").write_text(
+        "def f(rollout: RolloutSettings, n):\n    'concurrency'\n    return getattr(rollout, n or 'max_prompt_tokens')"
+    )
+    readers_module._modules.cache_clear()
+    assert readers(leaves()["rollout.max_prompt_tokens"], tmp_path) == ("rollout",)
+    assert readers(leaves()["rollout.concurrency"], tmp_path) == ()
     assert "rollout.env_workers" in unread(tmp_path)
     assert "rollout.max_turns" not in unread(tmp_path)
 

@@ -145,6 +145,7 @@ def test_total_steps_is_filled_for_schedules_that_need_it() -> None:
         (["inference.max_model_len=1000"], "inference.max_model_len"),
         (["inference.kv_cache_tokens=1000"], "inference.kv_cache_tokens"),
         (["training.lora.rank=8", "training.lora.dropout=0.1"], "training.lora.dropout"),
+        (["model.attn_implementation=flash_attention_2"], "model.attn_implementation"),
         (["rollout.env_step_seconds=4000"], "rollout.env_step_seconds"),
         (["inference.request_timeout_seconds=4000"], "inference.request_timeout_seconds"),
         (["data.train=[]"], "data.train"),

@@ -10,7 +10,7 @@ import yaml
 
 from slipstream.config import load_settings
 from slipstream.config.settings import NO_LIMIT
-from slipstream.config.skyrl import DEFAULTS, TABLE, Idle, Mapped, Met, Refused, rule_for
+from slipstream.config.skyrl import DEFAULTS, TABLE, Idle, Mapped, Met, Refused, environment_notes, rule_for
 from slipstream.config.tree import leaves
 from slipstream.errors import SettingsError
 
@@ -299,6 +299,12 @@ def test_entropy_coefficient_counts_only_when_the_term_is_on() -> None:
         (["trainer.policy.optimizer_config.adam_betas=[0.9,0.95]"], "training.optimizer.betas", (0.9, 0.95)),
         (["num_steps=30", "batch_size=8"], "sft.steps", 30),
         (["train_datasets=[rows.jsonl]", "optimizer_config.lr=1e-4"], "data.sft", ("rows.jsonl",)),
+        (
+            ["train_datasets=[a/b, c/d]", "train_dataset_splits=['train[:9]', dev]"],
+            "data.sft",
+            ("a/b:train[:9]", "c/d:dev"),
+        ),
+        (["dataset_name=a/b", "dataset_split=dev"], "data.sft", ("a/b:dev",)),
         (["train_on_what=last_assistant_message"], "sft.train_on", "last_assistant_message"),
     ],
 )
@@ -333,6 +339,9 @@ def test_values_are_translated(given: list[str], path: str, value: Any) -> None:
         (["generator.chat_template.name_or_path=qwen3_with_thinking"], "source=file"),
         (["strategy=megatron"], "fsdp"),
         (["num_epochs=3"], "sft.steps"),
+        (["train_dataset_splits=[a]"], "set train_datasets too"),
+        (["train_datasets=[x/y]", "train_dataset_splits=[a, b]"], "2 splits for 1 datasets"),
+        (["max_length=512"], "rollout.max_total_tokens"),
         (["trainer.policy.optimizer_config.lr=fast"], "trainer.policy.optimizer_config.lr"),
     ],
 )
@@ -357,6 +366,12 @@ def test_defaults_that_differ_are_told() -> None:
     assert "0.001" in notes["algorithm.kl_coef"]
     assert "schedule.prompts_per_step" not in notes
     assert not load(schedule__steps=1).notes
+
+
+def test_environment_variables_are_not_ignored_in_silence() -> None:
+    notes = environment_notes({"SKYRL_HTTP_CONNECTION_LIMIT": "9", "SKYRL_NEW": "1", "PATH": "/bin"})
+    assert [note.key for note in notes] == ["SKYRL_HTTP_CONNECTION_LIMIT", "SKYRL_NEW"]
+    assert "rollout.concurrency" in notes[0].text
 
 
 def test_mapped_algorithms_are_registered() -> None:

@@ -17,18 +17,21 @@ from slipstream.config.problems import Problem
 from slipstream.config.render import plan_text, render_plan
 from slipstream.config.resolve import resolve_settings
 from slipstream.config.settings import RunSettings
+from slipstream.config.skyrl import Note, environment_notes
 
 __all__ = [
     "Change",
     "Explanation",
     "Loaded",
     "ModelFacts",
+    "Note",
     "Plan",
     "Problem",
     "RunSettings",
     "check_resume",
     "diff_settings",
     "dump_settings",
+    "environment_notes",
     "evaluation_points",
     "explain",
     "load_settings",

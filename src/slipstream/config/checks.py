@@ -278,6 +278,12 @@ def _trainer(settings: RunSettings, known: Known) -> Iterator[Problem]:
             f"the learning rate reaches its end after {optimizer.total_steps} of {steps} optimiser steps",
             "leave total_steps null",
         )
+    if settings.model.attn_implementation == "flash_attention_2":
+        yield Problem(
+            ("model.attn_implementation",),
+            "flash_attention_2 cannot compute a group's shared prompt once",
+            "use auto, which packs rows without padding",
+        )
     if optimizer.lr == 0 and _rl(settings):
         yield _warn(("training.optimizer.lr",), "a learning rate of 0 trains nothing", "set it above 0")
 

@@ -4,7 +4,8 @@ Owns: a scan of the package for attribute access.  Refuses: importing the rooms 
 
 A module reads ``rollout.max_turns`` when it accesses an attribute ``max_turns`` and also handles its section,
 that is, names the section's class (``RolloutSettings``) or accesses an attribute ``rollout``.  Writing an
-attribute's name in a comment or a string does not count.
+attribute's name in a comment or a docstring does not count; a string counts where the module looks attributes up
+by name (``getattr`` with a computed name).
 """
 
 from __future__ import annotations
@@ -56,14 +57,31 @@ def _scan(package: Path) -> Iterable[_Module]:
         if relative.startswith("config/") and relative != RESOLVED_HERE:
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-        attributes = {
-            node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
-        }
+        attributes = _attributes(tree)
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         # Annotations that are strings or come from imports only.
         names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
         room = relative.split("/")[0].removesuffix(".py")
         yield _Module(room, frozenset(attributes), frozenset(names))
+
+
+def _attributes(tree: ast.Module) -> set[str]:
+    """Names of attributes that the module loads, written out or looked up."""
+    nodes = list(ast.walk(tree))
+    found = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    lookups = [
+        node.args[1]
+        for node in nodes
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "getattr"
+        and len(node.args) > 1
+    ]
+    texts: list[ast.AST] = [name for name in lookups if isinstance(name, ast.Constant)]
+    if len(texts) < len(lookups):
+        docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        texts += [node for node in nodes if isinstance(node, ast.Constant) and id(node) not in docs]
+    return found | {str(text.value) for text in texts if isinstance(text, ast.Constant) and isinstance(text.value, str)}
 
 
 def readers_by_leaf(package: Path = PACKAGE) -> Mapping[str, tuple[str, ...]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from slipstream.config.explain import show, skyrl_names
 from slipstream.config.identity import FAST, FREE
-from slipstream.config.skyrl import GROUPS, Idle, Mapped, Met, Rule
+from slipstream.config.skyrl import GROUPS, VARIABLES, Idle, Mapped, Met, Rule
 from slipstream.config.tree import Leaf, leaves, sections
 
 _INTRO = """# Configuration reference
@@ -50,6 +50,7 @@ def reference() -> str:
         parts.append(_section(path, (section.__doc__ or "").strip(), own))
     parts += [_resume(), _SKYRL]
     parts += [_group(title, rules) for title, rules in GROUPS.items()]
+    parts.append(_environment())
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
@@ -81,6 +82,14 @@ With `training.determinism=fast` also of {listed(FAST)}.
 def _group(title: str, rules: Iterable[Rule]) -> str:
     head = "| key | SkyRL's default | verdict | here |\n|---|---|---|---|"
     return "\n".join([f"### {title}", "", head, *map(_rule, rules), ""])
+
+
+def _environment() -> str:
+    rows = [f"| `{name}` | {_cell(text)} |" for name, text in VARIABLES.items()]
+    head = (
+        "SkyRL's environment variables are not read; a plan names those that are set.\n\n| variable | here |\n|---|---|"
+    )
+    return "\n".join(["### Environment variables", "", head, *rows, ""])
 
 
 def _rule(rule: Rule) -> str:

@@ -210,7 +210,9 @@ class RolloutSettings(Settings):
     samples_per_prompt: int = Field(8, ge=1, description="Samples of one prompt: the size of a group.")
     max_turns: int = Field(1, ge=1, description="Model turns per trajectory.")
     max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are left out at load, and counted.")
-    max_total_tokens: int = Field(2048, ge=2, description="Tokens of one trajectory: prompt, actions and observations.")
+    max_total_tokens: int = Field(
+        2048, ge=2, description="Prompt, actions and observations of one trajectory; longer SFT rows are left out."
+    )
     sampling: SamplingSettings = Field(SamplingSettings(), description="How training samples are drawn.")
     env_workers: int = Field(32, ge=1, description="Environments that may run at once.")
     env_step_seconds: float = Field(30.0, gt=0, description="Deadline of one environment call in seconds.")

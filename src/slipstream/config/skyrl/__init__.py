@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from slipstream.config.skyrl.algorithm_keys import ALGORITHM
+from slipstream.config.skyrl.environment import VARIABLES, environment_notes
 from slipstream.config.skyrl.generator_keys import GENERATOR
-from slipstream.config.skyrl.rules import Idle, Mapped, Met, Refused, Rule, Unsupported, Verdict, View, same
+from slipstream.config.skyrl.rules import Idle, Mapped, Met, Note, Refused, Rule, Unsupported, Verdict, View, same
 from slipstream.config.skyrl.sft_keys import SFT
 from slipstream.config.skyrl.trainer_keys import DATA, TRAINER
 
@@ -47,15 +48,6 @@ _LOCAL = (
     "rollout.env_workers",
 )
 """Where a run lies and how it is fed: no one expects these to be SkyRL's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """What became of one key; ``status`` is ``differs`` for a default that is not SkyRL's."""
-
-    key: str
-    status: Literal["mapped", "met", "no effect", "differs"]
-    text: str
 
 
 @dataclass
@@ -185,6 +177,7 @@ __all__ = [
     "DEFAULTS",
     "GROUPS",
     "TABLE",
+    "VARIABLES",
     "Idle",
     "Mapped",
     "Met",
@@ -194,6 +187,7 @@ __all__ = [
     "Translation",
     "Verdict",
     "differing_defaults",
+    "environment_notes",
     "merged",
     "rule_for",
     "translate",

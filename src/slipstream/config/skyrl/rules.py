@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 class Unsupported(Exception):
@@ -95,6 +95,15 @@ class Refused:
 
 
 Verdict = Mapped | Met | Idle | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What became of one key; ``status`` is ``differs`` for a default that is not SkyRL's."""
+
+    key: str
+    status: Literal["mapped", "met", "no effect", "differs"]
+    text: str
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Owns: the verdicts.  Refuses: keys that mean the same natively (``seed``, ``mode
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from slipstream.config.skyrl.rules import (
@@ -13,6 +14,7 @@ from slipstream.config.skyrl.rules import (
     Met,
     Refused,
     Rule,
+    Unsupported,
     View,
     off_is_zero,
     one_of,
@@ -34,14 +36,27 @@ from slipstream.config.skyrl.shared_keys import (
 from slipstream.config.skyrl.trainer_keys import KEEP_ALL, ONE_DIRECTORY
 
 NO_SFT_EVAL = "the SFT phase is not evaluated by its own loss in this release; the run's evaluation scores the model"
-SLICES = "slices of a hub dataset are not in this release"
 TOKENS_AT_LOAD = "rows are rendered and tokenised at load; nothing is cached on disk"
 
 
-def _names(value: Any, view: View) -> Any:
-    if value is None:
-        return {}
-    return [value] if isinstance(value, str) else value
+def _sources(names_key: str, splits_key: str) -> Callable[[Any, View], Any]:
+    """Names and their splits, given apart, as ``name:split``."""
+
+    def convert(value: Any, view: View) -> Any:
+        names, splits = (_listed(view.skyrl.get(key)) for key in (names_key, splits_key))
+        if not names:
+            if splits:
+                raise Unsupported("splits need the datasets that they are of", f"set {names_key} too")
+            return {}
+        if splits and len(splits) != len(names):
+            raise Unsupported(f"{len(splits)} splits for {len(names)} datasets", "give one split per dataset")
+        return {"data.sft": [f"{name}:{split}" for name, split in zip(names, splits, strict=True)] if splits else names}
+
+    return convert
+
+
+def _listed(value: Any) -> list[Any]:
+    return [value] if isinstance(value, str) else list(value or [])
 
 
 def _some(value: Any, view: View) -> Any:
@@ -55,6 +70,9 @@ def _budget(value: Any, view: View) -> Any:
 def _keep(value: Any, view: View) -> int:
     return KEEP_ALL if value == -1 else positive(value, "max_ckpts_to_keep")
 
+
+_DATASETS = _sources("train_datasets", "train_dataset_splits")
+_DATASET = _sources("dataset_name", "dataset_split")
 
 _WHERE = [
     *lora("model.lora"),
@@ -79,10 +97,10 @@ _WHERE = [
 ]
 
 _DATA = [
-    Rule("train_datasets", ["yahma/alpaca-cleaned"], Mapped("data.sft", _names)),
-    Rule("dataset_name", None, Mapped("data.sft", _names, "deprecated in SkyRL")),
-    Rule("train_dataset_splits", ["train[:100]"], Refused(SLICES, "save the rows you want to a parquet file")),
-    Rule("dataset_split", None, Refused(SLICES, "save the rows you want to a parquet file")),
+    Rule("train_datasets", ["yahma/alpaca-cleaned"], Mapped("data.sft", _DATASETS, "with its split: name:split")),
+    Rule("train_dataset_splits", ["train[:100]"], Mapped("data.sft", _DATASETS, "joined to its dataset: name:split")),
+    Rule("dataset_name", None, Mapped("data.sft", _DATASET, "deprecated in SkyRL")),
+    Rule("dataset_split", None, Mapped("data.sft", _DATASET, "deprecated in SkyRL")),
     Rule(
         "train_dataset_weights",
         None,
@@ -114,7 +132,14 @@ _DATA = [
     ),
     Rule("eval_interval", 0, Refused(NO_SFT_EVAL, "leave it out; set data.eval", off=(-1,))),
     Rule("eval_before_train", False, Refused(NO_SFT_EVAL, "leave it out; set data.eval and eval.before")),
-    Rule("max_length", None, Refused("rows are learnt whole, never cut", "leave longer rows out of the file")),
+    Rule(
+        "max_length",
+        None,
+        Refused(
+            "rows are learnt whole, never cut; those longer than rollout.max_total_tokens are left out and counted",
+            "set rollout.max_total_tokens",
+        ),
+    ),
     *(
         Rule(key, default, Met("rows are tokenised and batched in the process; results do not depend on workers"))
         for key, default in {
