@@ -68,7 +68,7 @@ async def test_a_hanging_call_is_abandoned_and_the_pool_stays_usable() -> None:
 
     with pytest.raises(DeadlineError, match=r"has not returned after 0.05 s"):
         await pool.call(hang, seconds=0.05, late=late.append)
-    assert (pool.abandoned, pool.leaked) == (1, 1)
+    assert (pool.abandoned, pool.leaked, pool.threads) == (1, 1, 0)
     assert await pool.call(lambda: "next", seconds=5) == "next"
     release.set()
     for _ in range(200):

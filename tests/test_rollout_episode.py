@@ -208,6 +208,18 @@ def test_postprocessed_action_forks_and_leaves_the_sampled_ids_alone() -> None:
     assert trajectory.turns[0].action == "ok junk"
 
 
+def test_a_forked_row_in_which_nothing_was_sampled_is_left_out() -> None:
+    def reply(request: GenerateRequest) -> Sequence[int]:
+        if turn_of(request) == 1:
+            raise InferenceError("gone")
+        return list(b"ok")
+
+    trajectory = Stage([step(0.0, "x", postprocessed_action="changed")], reply=reply).play()
+    assert isinstance(trajectory.outcome, Failed)
+    assert len(trajectory.rows) == 1
+    assert trajectory.sampled_tokens == 3
+
+
 def test_environment_may_hear_how_the_turn_ended_before_it_scores_it() -> None:
     class Curious(ScriptedEnv):
         def on_generation(self, info: dict[str, Any]) -> None:

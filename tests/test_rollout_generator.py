@@ -220,14 +220,15 @@ async def test_cache_salt_is_the_weight_version() -> None:
 
 
 async def test_cancelled_group_closes_every_environment_once_and_reports_its_tokens() -> None:
-    stepping = threading.Event()
+    stepping = threading.Barrier(4)
+    closed_in_mid_step: list[bool] = []
 
     class Slow(ScriptedEnv):
         def step(self, action: str) -> Any:
             if len(self.actions) == 1:
-                stepping.set()
+                stepping.wait(10)
                 time.sleep(0.05)
-                assert not self.closed, "closed in the middle of a step"
+                closed_in_mid_step.append(bool(self.closed))
             return super().step(action)
 
     made: list[Slow] = []
@@ -239,11 +240,12 @@ async def test_cancelled_group_closes_every_environment_once_and_reports_its_tok
     events: list[RolloutEvent] = []
     rollout = generator(fake(), factory, events)
     running = asyncio.ensure_future(rollout.generate_group(task(n=3)))
-    await asyncio.to_thread(stepping.wait, 5)
+    await asyncio.to_thread(stepping.wait, 10)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     await rollout.aclose()
+    assert closed_in_mid_step == [False] * 3
     assert [env.closed for env in made] == [1, 1, 1]
     assert rollout.counters.open == 0
     cancelled = [e.trajectory for e in events if isinstance(e, AttemptCancelled)]

@@ -119,6 +119,7 @@ def test_check_measures_what_a_template_does(template: str, tool_messages: bool 
     ("template", "end_of_turn", "action", "text"),
     [
         (BRACKETS, (EOS,), " a", "[INST] q[/INST] a<|im_end|>[INST] b[/INST]"),
+        (BRACKETS, (EOS,), "a", "[INST] q[/INST]a<|im_end|>[INST] b[/INST]"),
         (PLAIN, (), "a", "user: q\nassistant: a<|im_end|>\nuser: b\nassistant: "),
     ],
 )
