@@ -145,7 +145,7 @@ class CheckpointStore:
             if not path.exists():
                 raise CheckpointError(f"{path}: missing from the checkpoint{self._older(name)}")
             if _digest(path) != expected:
-                raise CheckpointError(f"{path}: content does not match its hash; the file is corrupt{self._older(name)}")
+                raise CheckpointError(f"{path}: does not match its hash, so it is corrupt{self._older(name)}")
         return Checkpoint(directory, json.loads((directory / _STATE).read_text()))
 
     def _older(self, name: str) -> str:

@@ -1,0 +1,52 @@
+# Two commands for a new user: `make quickstart` and `make test`.  Both set up what they need.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+SEED   ?= 0
+FULL   ?=
+
+.PHONY: setup quickstart test lint types docs drill bench-trl bench-decode bench results clean
+
+setup: $(STAMP)
+
+# torch first and by exact version, so that no other package chooses its build.
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Slipstream needs Python 3.11 or newer; set PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[torch,dev]'
+	touch $(STAMP)
+
+quickstart: $(STAMP)
+	$(BIN)/slipstream quickstart --seed $(SEED) $(if $(FULL),--full)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not proof"
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(BIN)/mkdocs build --strict
+
+drill: $(STAMP)
+	$(BIN)/python -m pytest -m proof tests/test_drill.py -s
+
+bench-trl: $(STAMP)
+	$(BIN)/python benchmarks/vs_trl.py
+
+bench-decode: $(STAMP)
+	$(BIN)/python benchmarks/decode.py
+
+# Quickstart over three seeds, short and full (about 2 hours); rewrites docs/results.md.
+results: $(STAMP)
+	$(BIN)/python benchmarks/quickstart_seeds.py
+
+clean:
+	rm -rf $(VENV) site runs .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,178 @@
+"""The heavy parts of a run, built in an order that fails early and closed in reverse.
+
+Owns: construction from settings.  Refuses: driving any of them.
+
+Cheap checks come first (data rows, renderer), then the engine and the backend, which both load the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.config import resolve_settings
+from slipstream.config.settings import RunSettings
+from slipstream.data.prompts import PromptDataset, PromptRow
+from slipstream.data.sft import SftDataset
+from slipstream.errors import SettingsError
+from slipstream.inference.types import Engine
+from slipstream.ledger import Ledger
+from slipstream.rollout.generator import TurnGenerator, make_env_factory
+from slipstream.rollout.renderer import Renderer
+from slipstream.rollout.types import OnEvent, RolloutEvent
+from slipstream.training.torch_backend import TorchBackend
+from slipstream.trajectory import Trajectory, WeightVersion
+from slipstream.weights import InProcessTransport, Publisher, Receipt, Replica, VersionCounter
+
+
+@dataclass
+class Parts:
+    """What a run is made of; ``engine`` is the gated replica, so nothing unverified ever answers."""
+
+    settings: RunSettings
+    tokenizer: Any
+    renderer: Renderer
+    train_data: PromptDataset | None
+    eval_rows: Sequence[PromptRow]
+    engine: Engine
+    backend: TorchBackend
+    publisher: Publisher
+    counter: VersionCounter
+    fingerprint: str
+    deadline: float
+    generator: TurnGenerator = field(init=False)
+    closing: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
+    _listeners: list[OnEvent] = field(default_factory=list)
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the reference has weights of its own (with LoRA it is the base model)."""
+        return "reference" in self.backend.handles and self.settings.training.lora.rank == 0
+
+    def sft_rows(self) -> list[Trajectory]:
+        """Chat rows of ``data.sft`` as trajectories with TARGET spans."""
+        data = SftDataset.load(
+            self.settings.data.sft,
+            self.renderer,
+            train_on=self.settings.sft.train_on,
+            max_tokens=self.settings.rollout.max_total_tokens,
+        )
+        return [row.trajectory for row in data.rows]
+
+    def listen(self, on_event: OnEvent) -> None:
+        """Tell ``on_event`` of superseded attempts and finished groups."""
+        self._listeners.append(on_event)
+
+    def tell(self, event: RolloutEvent) -> None:
+        """Pass a rollout event on."""
+        for listener in self._listeners:
+            listener(event)
+
+    async def publish(self) -> Sequence[Receipt]:
+        """Publish the policy's present weights under the next version; raises ``PublishError``."""
+        return await self.publisher.publish(self.backend.export_weights("policy"), self.counter.next())
+
+    async def close(self) -> None:
+        """Close everything, last built first."""
+        await self.closing.aclose()
+
+
+async def build_parts(settings: RunSettings, ledger: Ledger, incarnation: int) -> Parts:
+    """Build everything; on an error what was built is closed again before it propagates.
+
+    Raises ``ModelError``, ``DataError``, ``SettingsError`` naming what cannot be used.
+    """
+    import importlib
+
+    from slipstream.inference.embedded.pretrained import load_tokenizer
+
+    for module in settings.env.modules:
+        importlib.import_module(module)
+    tokenizer = load_tokenizer(settings.model.path, settings.model.chat_template)
+    renderer = Renderer(tokenizer, settings.model.chat_template_kwargs)
+    train = _prompts(settings, settings.data.train, renderer, ledger, "train") if settings.schedule.steps else None
+    wants_eval = settings.data.eval and (settings.eval.before or settings.eval.after or settings.eval.every_steps)
+    held_out = _prompts(settings, settings.data.eval, renderer, ledger, "eval") if wants_eval else None
+    settings = resolve_settings(settings, len(train) if train is not None else None)
+    async with contextlib.AsyncExitStack() as stack:
+        engine = await _engine(settings, tokenizer, incarnation)
+        stack.push_async_callback(engine.close)
+        await engine.start()
+        needs_reference = settings.algorithm.kl_coef > 0
+        backend = TorchBackend(
+            settings.model,
+            settings.training,
+            handles=("policy", "reference") if needs_reference else ("policy",),
+            seed=settings.seed,
+        )
+        stack.callback(backend.close)
+        replica = Replica(engine)
+        publisher = Publisher(
+            [replica], InProcessTransport(settings.inference.dtype), pause_mode=settings.inference.pause_mode
+        )
+        parts = Parts(
+            settings=settings,
+            tokenizer=tokenizer,
+            renderer=renderer,
+            train_data=train,
+            eval_rows=held_out.rows if held_out is not None else (),
+            engine=replica,
+            backend=backend,
+            publisher=publisher,
+            counter=VersionCounter("policy", incarnation),
+            fingerprint=train.fingerprint if train is not None else "",
+            deadline=settings.schedule.step_deadline_seconds,
+        )
+        parts.generator = TurnGenerator(
+            replica,
+            renderer,
+            make_env_factory(settings.env),
+            settings.rollout,
+            settings.seed,
+            determinism=settings.training.determinism,
+            engine_seconds=settings.inference.request_timeout_seconds,
+            use_cache_salt=settings.inference.use_cache_salt,
+            on_event=parts.tell,
+        )
+        stack.push_async_callback(parts.generator.aclose)
+        ledger.store_token_texts(_token_texts(tokenizer))
+        parts.closing = stack.pop_all()
+        return parts
+
+
+def _prompts(
+    settings: RunSettings, sources: Sequence[str], renderer: Renderer, ledger: Ledger, what: str
+) -> PromptDataset:
+    data = PromptDataset.load(
+        sources,
+        env_class=settings.env.id,
+        length_fn=renderer.prompt_length,
+        max_prompt_tokens=settings.rollout.max_prompt_tokens,
+        limit=settings.data.eval_limit if what == "eval" else None,
+    )
+    ledger.event("note", message=f"data.{what}: {data.report}", fingerprint=data.fingerprint)
+    return data
+
+
+async def _engine(settings: RunSettings, tokenizer: Any, incarnation: int) -> Engine:
+    if settings.inference.engine == "http":
+        raise SettingsError(
+            "inference.engine=http cannot be trained against in this release: weights travel in process only. "
+            "Use inference.engine=embedded (slipstream generate and eval do accept a URL)"
+        )
+    from slipstream.inference.embedded.engine import EmbeddedEngine
+
+    return EmbeddedEngine(
+        settings.model.path,
+        tokenizer,
+        settings.inference,
+        weight_version=str(WeightVersion("policy", incarnation, 0)),
+        determinism=settings.training.determinism,
+    )
+
+
+def _token_texts(tokenizer: Any) -> dict[int, str]:
+    """Text of every token id, for readers without the tokenizer."""
+    return {i: tokenizer.decode([i]) for i in range(len(tokenizer))}
