@@ -45,11 +45,12 @@ def test_sections_and_skyrl_keys_are_explained() -> None:
     assert "env.kwargs" in explain("environment.skyrl_gym.mine.option").description
 
 
-@pytest.mark.parametrize("path", [*leaves(), *sections(), *TABLE])
-def test_every_key_can_be_explained(path: str) -> None:
-    told = explain(path)
-    assert told.description
-    assert path in as_text(render_explanation(told))
+def test_every_key_can_be_explained() -> None:
+    for path in (*leaves(), *sections(), *TABLE):
+        told = explain(path)
+        assert told.description, path
+    for path in (*leaves(), *sections()):
+        assert path in as_text(render_explanation(explain(path)))
 
 
 def test_an_unknown_key_is_refused_with_the_nearest() -> None:

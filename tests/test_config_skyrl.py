@@ -70,9 +70,9 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_every_documented_key_has_a_rule_or_is_native(key: str) -> None:
-    assert rule_for(key) is not None or key in leaves()
+def test_every_documented_key_has_a_rule_or_is_native() -> None:
+    assert len(KEYS) > 500
+    assert [key for key in KEYS if rule_for(key) is None and key not in leaves()] == []
 
 
 def test_the_table_names_only_documented_keys() -> None:
