@@ -134,9 +134,10 @@ def test_total_steps_is_filled_for_schedules_that_need_it() -> None:
         (["rollout.samples_per_prompt=1"], "rollout.samples_per_prompt"),
         (["algorithm.kl_in=reward"], "algorithm.kl_coef"),
         (
-            ["training.determinism=exact", "inference.engine=http", "inference.urls=[http://a:1]"],
+            ["training.determinism=exact", "inference.engine=http", "inference.urls=[http://a:1]", "schedule.steps=0"],
             "training.determinism",
         ),
+        (["inference.engine=http", "inference.urls=[http://a:1]"], "inference.engine"),
         (["schedule.generate_prompts_per_step=8"], "schedule.generate_prompts_per_step"),
         (
             ["schedule.generate_prompts_per_step=32", "algorithm.drop_zero_variance=false"],

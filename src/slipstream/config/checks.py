@@ -290,6 +290,12 @@ def _trainer(settings: RunSettings, known: Known) -> Iterator[Problem]:
 
 def _engine(settings: RunSettings, known: Known) -> Iterator[Problem]:
     inference = settings.inference
+    if inference.engine == "http" and (_rl(settings) or settings.sft.steps > 0):
+        yield Problem(
+            ("inference.engine", "schedule.steps"),
+            "a server cannot be trained against in this release: weights travel in process only",
+            "use inference.engine=embedded, or set schedule.steps=0 and sft.steps=0 to evaluate",
+        )
     if settings.model.dtype != inference.dtype:
         yield _warn(
             ("model.dtype", "inference.dtype"),

@@ -13,7 +13,7 @@ from slipstream.config.skyrl.trainer_keys import sampled_total
 
 ENGINE = "generator.inference_engine"
 ONE_ENGINE = "one embedded engine samples in this process; engines are not launched in this release"
-ELSEWHERE = "start the servers yourself and name them in inference.urls with inference.engine=http"
+ELSEWHERE = "to evaluate or generate, name running servers in inference.urls (inference.engine=http)"
 
 
 def _stop(value: Any, view: View) -> Any:
@@ -215,7 +215,7 @@ _ENGINES = [
         f"{ENGINE}.backend",
         "vllm",
         Met(
-            "the embedded engine answers vLLM's HTTP contract; a vLLM server is reached with inference.engine=http",
+            "the embedded engine answers vLLM's HTTP contract; inference.engine=http reaches a vLLM server (eval, generate)",
             only("vllm", reason="the only contract is vLLM's", suggestion="use vllm"),
         ),
     ),
@@ -314,8 +314,16 @@ _ENGINES = [
         },
         Idle(f"{ENGINE}.weight_sync_backend=delta"),
     ),
-    Rule(f"{ENGINE}.external_server_urls", None, Mapped("inference.urls inference.engine", _urls, "engine=http")),
-    Rule(f"{ENGINE}.external_proxy_url", None, Mapped("inference.urls inference.engine", _proxy, "engine=http")),
+    Rule(
+        f"{ENGINE}.external_server_urls",
+        None,
+        Mapped("inference.urls inference.engine", _urls, "engine=http, to evaluate and generate"),
+    ),
+    Rule(
+        f"{ENGINE}.external_proxy_url",
+        None,
+        Mapped("inference.urls inference.engine", _proxy, "engine=http, to evaluate and generate"),
+    ),
     Rule(
         f"{ENGINE}.enable_pd",
         False,

@@ -117,7 +117,7 @@ def _colocate(value: Any, view: View) -> None:
     if value is not True and not external and view.native.get("inference.engine") != "http":
         raise Unsupported(
             "trainer and sampler share one machine in this release; no engine is launched on other devices",
-            "leave it out, or point inference.urls (engine=http) at a server that runs elsewhere",
+            "leave it out",
         )
 
 
