@@ -27,6 +27,7 @@ from slipstream.config.settings import LoraSettings, ModelSettings
 from slipstream.errors import ModelError
 from slipstream.inference.embedded.pretrained import load_causal_lm, load_tokenizer
 from slipstream.training import attention
+from slipstream.training.fused import lean_layers
 from slipstream.training.layout import Layout, plan_layouts
 from slipstream.training.scorer import Head, score_tokens
 from slipstream.trajectory import SamplingSpec
@@ -45,6 +46,8 @@ class PolicyModel:
         self.hf = model.to(device)
         _refuse_unsupported(model, settings.path)
         _disable_dropout(model)
+        # Before adapters exist: the probe compares plain layers (an adapter starts as zero, but dropout is random).
+        lean_layers(model)
         self.peft: Any = _add_adapters(model, lora, settings.path) if lora.rank > 0 else None
         if settings.gradient_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
