@@ -215,7 +215,7 @@ _ENGINES = [
         f"{ENGINE}.backend",
         "vllm",
         Met(
-            "the embedded engine answers vLLM's HTTP contract; inference.engine=http reaches a vLLM server (eval, generate)",
+            "the embedded engine answers vLLM's HTTP contract; engine=http reaches a vLLM server (eval, generate)",
             only("vllm", reason="the only contract is vLLM's", suggestion="use vllm"),
         ),
     ),
