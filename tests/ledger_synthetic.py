@@ -98,7 +98,7 @@ class Synth:
             runs = column != "Identifier"
             answer = "rows: [(42,)]" if runs else f"error: no such column: {column}"
             rewards.append(Reward(turn, 1.0 if good else 0.0, "correct"))
-            if runs:
+            if runs and turn == 1 and not good:
                 rewards.append(Reward(turn, 0.1, "runs"))
             observation = ({"role": "user", "content": answer},)
             turns.append(

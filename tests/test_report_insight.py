@@ -43,6 +43,14 @@ def test_a_change_within_its_interval_is_no_clear_change() -> None:
     assert result.tone == "flat"
 
 
+def test_scores_that_are_no_shares_are_not_shown_as_per_cent() -> None:
+    run = facts(evals=[point("start", 0, 0.5), point("rl", 5, 2.5)])
+    run.eval_shares = False
+    result = headline(run)
+    assert result.text == "Held out score rose from 0.5 to 2.5"
+    assert "interval" not in result.detail
+
+
 def test_a_fall_is_called_a_fall() -> None:
     result = headline(facts(evals=[point("start", 0, 0.8), point("rl", 5, 0.2)]))
     assert result.text == "Held out score fell from 80.0 % to 20.0 %"

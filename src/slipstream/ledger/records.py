@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
@@ -77,7 +77,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return plain(value.value)
     if is_dataclass(value) and not isinstance(value, type):
-        return plain(asdict(value))
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     if hasattr(value, "model_dump"):
         return plain(value.model_dump(mode="json"))
     if isinstance(value, Mapping):

@@ -186,10 +186,10 @@ def _evaluations(facts: RunFacts) -> list[dict[str, Any]]:
             columns = points[-1:]
         metric = columns[-1].metric
         scores = [e.by_source(metric) for e in columns]
-        unit = all(0 <= v <= 1 for part in scores for v in part.values())
+        unit = facts.eval_shares
         sources = [*sorted({s for part in scores for s in part} - {"all"}), "all"]
         before, after = (columns[-2], columns[-1]) if len(columns) > 1 else (columns[-1], columns[-1])
-        result = change(before, after) if pair else None
+        result = change(before, after, facts.eval_shares) if pair else None
         tables.append(
             {
                 "name": name.replace("_", " "),
@@ -198,7 +198,7 @@ def _evaluations(facts: RunFacts) -> list[dict[str, Any]]:
                 "rows": [_eval_row(s, scores, unit, pair is not None) for s in sources],
                 "interval": None
                 if result is None or result.half_width is None
-                else f"±{100 * result.half_width:.1f} points (95 %, {after.prompts} prompts as independent draws)",
+                else f"at most ±{100 * result.half_width:.1f} points (95 %, {after.prompts} independent prompts)",
                 "failed": charts.percent(after.scores.get("eval/all/failed_share", 0.0)),
                 "spec": flatten(dict(after.spec)),
                 "versions": [e.weight_version for e in columns],

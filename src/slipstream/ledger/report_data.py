@@ -27,7 +27,9 @@ from slipstream.ledger.records import plain
 
 ORIGINS = ("prompt", "sampled", "observation", "synthetic", "target")
 STAGE_ORDER = {"start": 0, "sft": 1, "rl": 2}
-MAX_RAW_BYTES = 40_000_000
+TOKEN_BUDGET = 1_300_000
+"""Sampled tokens that the page holds at most (an observed one counts a third): about 15 MB."""
+
 MAX_TEXT = 4000
 
 
@@ -94,6 +96,8 @@ class RunFacts:
     dispositions: dict[str, int] = field(default_factory=dict)
     rollout_seconds: dict[str, float] = field(default_factory=dict)
     n_trajectories: int = 0
+    eval_shares: bool = True
+    """Whether every evaluated sample scored within [0, 1], so that a mean score is a share."""
 
     def series(self, name: str, phase: str = "train") -> tuple[list[float], list[float]]:
         """``(steps, values)`` of a metric, where it is finite."""
@@ -225,6 +229,9 @@ def _add_distributions(facts: RunFacts, trained_versions: Mapping[int, str]) -> 
     run = facts.run_dir
     facts.lengths = [float(r[0]) for r in query(run, f"SELECT sampled_tokens FROM trajectories {where}").rows]
     facts.n_trajectories = query(run, "SELECT count(*) FROM trajectories WHERE live").rows[0][0]
+    span = "SELECT coalesce(min(total_reward), 0), coalesce(max(total_reward), 0) FROM trajectories"
+    low, high = query(run, f"{span} WHERE live AND phase = 'eval'").rows[0]
+    facts.eval_shares = low >= 0 and high <= 1
     facts.outcomes = dict(
         query(run, f"SELECT outcome || coalesce(': ' || coalesce(fault, outcome_reason), ''), count(*) "
                    f"FROM trajectories {where} GROUP BY 1 ORDER BY 2 DESC").rows
@@ -309,27 +316,30 @@ def _spread_over(
 def embed(run_dir: Path, decode: Callable[[int], str] | None, limit: int) -> Embedded:
     """The reader's data; token texts come from ``decode``, else from the run's ``tokens.json``, else are ids."""
     reader = LedgerReader(run_dir)
-    chosen = choose(run_dir, limit)
+    chosen = choose(run_dir, min(limit, max(1, int(TOKEN_BUDGET / _mean_weight(run_dir)))))
     packer = _Packer()
-    raw_bytes = 0
     packed: list[str] = []
     for file in reader.files():
-        wanted = chosen.get(file.path.name, set())
-        if not wanted or raw_bytes > MAX_RAW_BYTES:
-            continue
-        for row in _only(read_parquet(file.path), wanted):
-            packed.append(_dumps(packer.trajectory(row)))
-            raw_bytes += len(packed[-1])
-            if raw_bytes > MAX_RAW_BYTES:
-                break
+        if wanted := chosen.get(file.path.name):
+            packed.extend(_dumps(packer.trajectory(row)) for row in _only(read_parquet(file.path), wanted))
     texts = reader.token_texts() if decode is None else {}
     ids = sorted(packer.used)
     vocab = [decode(i) if decode else texts.get(i, f"⟨{i}⟩") for i in ids]
     head = {"origins": ORIGINS, "ids": ids, "texts": vocab, "pool": packer.pool, "versions": packer.versions}
     body = f'{_dumps(head)[:-1]},"trajectories":[{",".join(packed)}]}}'
     total = query(run_dir, "SELECT count(*) FROM trajectories WHERE live").rows[0][0]
-    squeezed = gzip.compress(body.encode("utf-8", "replace"), 9, mtime=0)
+    squeezed = gzip.compress(body.encode("utf-8", "replace"), 6, mtime=0)
     return Embedded(base64.b64encode(squeezed).decode(), len(packed), int(total))
+
+
+def _mean_weight(run_dir: Path) -> float:
+    """What a trajectory weighs on average in the page, in sampled tokens; at least 1."""
+    sql = """SELECT avg(CASE origin WHEN 'sampled' THEN n ELSE n / 3 END) * count(*) / count(DISTINCT id) FROM (
+        SELECT id, s.origin AS origin, len(s.token_ids) AS n FROM (
+            SELECT trajectory_id AS id, unnest(flatten([r.spans for r in rows])) AS s FROM trajectories WHERE live))
+        WHERE origin <> 'prompt'"""
+    mean = query(run_dir, sql).rows[0][0]
+    return max(1.0, float(mean or 0.0))
 
 
 def _only(rows: Iterable[dict[str, Any]], wanted: set[str]) -> Iterator[dict[str, Any]]:

@@ -54,13 +54,17 @@ class Advice:
     because: str
 
 
-def change(before: EvalPoint, after: EvalPoint) -> Change | None:
-    """Score change between two evaluations of one set; prompts count as independent draws."""
+def change(before: EvalPoint, after: EvalPoint, shares: bool = True) -> Change | None:
+    """Score change between two evaluations of one set; prompts count as independent draws.
+
+    With ``shares`` (every sample scored within [0, 1]) the half-width is an upper bound: no spread of such
+    scores is wider than that of zeros and ones with the same mean.
+    """
     a, b = before.score, after.score
     if a is None or b is None:
         return None
     half = None
-    if all(0 <= s <= 1 for s in (a, b)) and before.prompts and after.prompts:
+    if shares and before.prompts and after.prompts:
         half = Z95 * math.sqrt(a * (1 - a) / before.prompts + b * (1 - b) / after.prompts)
     return Change(a, b, half)
 
@@ -97,7 +101,7 @@ def headline(facts: RunFacts) -> Headline:
     effort = f"in {steps} step{'s' if steps != 1 else ''} and {format_duration(60 * facts.minutes)}"
     for name in facts.eval_names():
         pair = rl_pair(facts, name)
-        result = change(*pair) if pair else None
+        result = change(*pair, facts.eval_shares) if pair else None
         if pair is None or result is None:
             continue
         unit = result.half_width is not None
@@ -109,9 +113,9 @@ def headline(facts: RunFacts) -> Headline:
             verb, tone = "shows no clear change:", "flat"
         detail = f"{delta_text(result.delta, unit)} from reinforcement learning alone, {effort}"
         if result.half_width is not None:
-            detail += f"; 95 % interval ±{100 * result.half_width:.1f} points over {pair[1].prompts} prompts"
+            detail += f"; 95 % interval at most ±{100 * result.half_width:.1f} points over {pair[1].prompts} prompts"
         warm = sft_pair(facts, name)
-        if warm and (gain := change(*warm)):
+        if warm and (gain := change(*warm, facts.eval_shares)):
             detail += f". The supervised warm start before it: {delta_text(gain.delta, unit)}"
         return Headline(f"{label} {verb} {span}", detail + ".", tone)
     return _reward_headline(facts, effort)
