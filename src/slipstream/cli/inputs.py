@@ -1,0 +1,189 @@
+"""What a command is given: YAML files and ``key=value`` in any order, as settings that may run.
+
+Owns: telling files from overrides, importing ``env.modules``, the plan before anything heavy loads.
+Refuses: the meaning of a key (``slipstream.config``).
+
+>>> split_items(["schedule.steps=3"])
+([], ['schedule.steps=3'])
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.errors import DataError, SettingsError
+
+if TYPE_CHECKING:
+    from slipstream.config import Loaded, Plan, Problem, RunSettings
+
+COUNTED_BYTES = 64_000_000
+"""A plan counts the rows of files up to this size; counting more is not cheap."""
+
+
+def split_items(items: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """``(files, overrides)``: an item with ``=`` that is no file is an override."""
+    files: list[Path] = []
+    overrides: list[str] = []
+    for item in items:
+        if "=" in item and not Path(item).is_file():
+            overrides.append(item)
+        elif "=" not in item and not Path(item).exists():
+            raise SettingsError(f"{item!r} is neither a file here nor of the form key=value")
+        else:
+            files.append(Path(item))
+    return files, overrides
+
+
+def load(items: Sequence[str], *extra: str) -> Loaded:
+    """Settings from a command's items; ``extra`` overrides win.  ``env.modules`` are imported."""
+    from slipstream.config import load_settings
+
+    files, overrides = split_items(items)
+    loaded = load_settings(files, [*overrides, *extra])
+    import_modules(loaded.settings.env.modules)
+    return loaded
+
+
+def import_modules(names: Sequence[str]) -> None:
+    """Import modules that register environments, rewards or losses; the working directory counts as a place.
+
+    Raises:
+        SettingsError: a module cannot be imported, with its own error.
+    """
+    if "" not in sys.path and os.getcwd() not in sys.path:  # a console script does not see the working directory
+        sys.path.insert(0, os.getcwd())
+    for name in names:
+        try:
+            importlib.import_module(name)
+        # Fault boundary: a user's module may raise anything while it is imported.
+        except Exception as error:
+            raise SettingsError(
+                f"env.modules: {name!r} cannot be imported ({type(error).__name__}: {error}); "
+                "run from the directory that holds it, or install it"
+            ) from error
+
+
+def make_plan(loaded: Loaded, *, count: bool, environ: Mapping[str, str] = os.environ) -> Plan:
+    """The plan of loaded settings, with the algorithm's problems; ``count`` reads row counts where that is cheap."""
+    import psutil
+
+    from slipstream.config import environment_notes, make_plan, read_facts
+
+    settings = loaded.settings
+    return make_plan(
+        settings,
+        read_facts(settings.model.path),
+        count_rows(settings.data.train, settings) if count else None,
+        count_rows(settings.data.eval, settings) if count else None,
+        notes=[*loaded.notes, *environment_notes(environ)],
+        problems=_algorithm_problems(settings),
+        memory_bytes=psutil.virtual_memory().total,
+    )
+
+
+def _algorithm_problems(settings: RunSettings) -> list[Problem]:
+    if settings.schedule.steps == 0:
+        return []
+    from slipstream.algorithms import check_algorithm
+
+    return check_algorithm(
+        settings.algorithm,
+        settings.rollout.sampling,
+        samples_per_prompt=settings.rollout.samples_per_prompt,
+        prompts_per_step=settings.schedule.prompts_per_step,
+    )
+
+
+def runnable(items: Sequence[str], *extra: str) -> RunSettings:
+    """Settings that the plan does not refuse; its warnings go to stderr."""
+    loaded = load(items, *extra)
+    plan = make_plan(loaded, count=False)
+    plan.raise_if_refused()
+    for problem in plan.warnings:
+        print(f"warning: {problem}", file=sys.stderr)
+    return loaded.settings
+
+
+def count_rows(sources: Sequence[str], settings: RunSettings) -> int | None:
+    """How many prompts the sources hold, before the length filter; None when that is not cheap to know.
+
+    Raises:
+        DataError: a row cannot be used.
+    """
+    if not sources or not all(_cheap(source) for source in sources):
+        return None
+    from slipstream.data import PromptDataset
+
+    return len(PromptDataset.load(sources, env_class=settings.env.id))
+
+
+def _cheap(source: str) -> bool:
+    """Whether reading a source fetches nothing and takes no more than seconds."""
+    if source.startswith("builtin:text2sql"):
+        from slipstream.envs.chinook import cache_dir
+
+        return (cache_dir() / "databases").is_dir()  # else the database would be fetched and built
+    if source.startswith("builtin:"):
+        return True
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return sum(file.stat().st_size for file in path.iterdir() if file.is_file()) <= COUNTED_BYTES
+    # A name that is no file here goes to the reader, which says so; only a hub name (owner/name) would be fetched.
+    return path.stat().st_size <= COUNTED_BYTES if path.is_file() else bool(path.suffix) or path.is_absolute()
+
+
+def sft_settings(items: Sequence[str]) -> RunSettings:
+    """Settings of a purely supervised run: ``schedule.steps=0`` and ``sft.steps`` above 0."""
+    loaded = load(items)
+    for key in ("schedule.steps", "schedule.epochs"):
+        if key in loaded.origins and loaded.settings.schedule.steps > 0:
+            raise SettingsError(
+                f"{key} is set ({loaded.origins[key]}), but sft trains without RL; remove it, or use 'slipstream train'"
+            )
+    if loaded.settings.sft.steps == 0:
+        raise SettingsError("sft.steps is 0, so nothing would be trained; set sft.steps=N and data.sft=FILE")
+    return runnable(items, "schedule.steps=0")
+
+
+def check_arguments(
+    env: str, data: str, modules: Sequence[str], settings: Sequence[str], limit: int
+) -> tuple[dict[str, Any], list[dict[str, Any]] | None]:
+    """``(env_config, rows)`` for the environment checker; rows None means the environment's own examples.
+
+    Raises:
+        SettingsError: a module or the class cannot be imported, or a setting is not of the form key=value.
+        DataError: the data cannot be read.
+    """
+    from itertools import islice
+
+    from omegaconf import OmegaConf
+
+    from slipstream.data import read_source
+    from slipstream.data.prompts import read_messages
+
+    import_modules(modules)
+    if ":" in env:
+        import_modules([env.partition(":")[0]])
+    else:
+        from slipstream.envs import spec
+
+        spec(env)  # an unknown id is an error of the command, not a finding about an environment
+    for text in settings:
+        if "=" not in text:
+            raise SettingsError(f"--setting {text!r} is not of the form key=value")
+    kwargs = OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)))
+    assert isinstance(kwargs, dict)
+    if not data:
+        return {str(key): value for key, value in kwargs.items()}, None
+    rows = []
+    for where, row in islice(read_source(data), limit):
+        if row.get("prompt") is None:
+            raise DataError(f"{where}: no 'prompt' column or value; add chat messages or text")
+        messages = read_messages(row["prompt"], where, "prompt")
+        rows.append({**row, "prompt": [dict(message) for message in messages]})
+    return {str(key): value for key, value in kwargs.items()}, rows
