@@ -11,6 +11,7 @@ itself and one number per token.  On a 135M model in bfloat16 that is a third of
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,6 +74,7 @@ def lean_layers(model: torch.nn.Module) -> int:
 
 @torch.no_grad()
 def _swap(module: Any) -> bool:
+    lean: Callable[..., Tensor]
     weight = getattr(module, "weight", None)
     if isinstance(weight, torch.nn.Parameter) and weight.ndim == 1 and hasattr(module, "variance_epsilon"):
         lean, width = _norm_forward, weight.shape[0]
@@ -86,7 +88,7 @@ def _swap(module: Any) -> bool:
     probe = torch.linspace(-2, 2, 3 * width, device=first.device).view(1, 3, width).to(first.dtype)
     bound = types.MethodType(lean, module)
     try:
-        same = torch.allclose(bound(probe), module.forward(probe), rtol=1e-5, atol=1e-6)
+        same = bool(torch.allclose(bound(probe), module.forward(probe), rtol=1e-5, atol=1e-6))
     except (TypeError, RuntimeError, AttributeError):
         return False  # another signature or shape: not the layer this form is of
     if same:

@@ -251,7 +251,7 @@ class TorchBackend:
         if not np.isfinite(total):
             self._optimizer.poison(f"the loss is {total}")
         packed = sum(layout.n_tokens for layout in layouts)
-        extra = {"train/microbatches": float(len(layouts)), "train/packed_tokens": float(packed)}
+        extra = {"microbatches": float(len(layouts)), "packed_tokens": float(packed)}
         return StepOutput(total, logprobs.rows, {**metrics.result(), **extra})
 
     def _score(self, batch: Batch, layout: Layout, loss: LossSpec) -> tuple[Tensor, Tensor | None]:
