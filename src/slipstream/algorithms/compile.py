@@ -63,6 +63,11 @@ def row_segments(trajectory: Trajectory, index: int) -> list[Segment]:
     return segments
 
 
+def row_name(trajectory_id: str, index: int) -> str:
+    """``BatchRow.row_id`` of a trajectory's row."""
+    return f"{trajectory_id}/{index}"
+
+
 def compile_batch(
     groups: Sequence[Group],
     advantages: Mapping[str, Advantage] | None,
@@ -140,7 +145,7 @@ def _compile_row(
     member: Trajectory, index: int, segments: Sequence[Segment], advantages: FloatArray, mode: Mode
 ) -> BatchRow | None:
     """One row, or None when nothing in it is trained.  Works on positions, then drops the first one."""
-    name = f"{member.trajectory_id}/{index}"
+    name = row_name(member.trajectory_id, index)
     length = sum(len(s) for s in segments)
     ids = np.zeros(length, dtype=np.int64)
     trained = np.zeros(length, dtype=np.bool_)

@@ -41,6 +41,10 @@ class Sink(Protocol):
         """One line for people (phase changes, results)."""
         ...
 
+    def begin(self, phase: str, total_steps: int, done: int = 0) -> None:
+        """A phase (``sft``, ``rl``) starts, or goes on after ``done`` of its steps."""
+        ...
+
     def close(self) -> None:
         """Flush and release; nothing is logged afterwards."""
         ...
@@ -80,6 +84,10 @@ class MultiSink:
     def note(self, text: str) -> None:
         """Hand the line to every working sink."""
         self._each(lambda sink: sink.note(text))
+
+    def begin(self, phase: str, total_steps: int, done: int = 0) -> None:
+        """Tell every working sink."""
+        self._each(lambda sink: sink.begin(phase, total_steps, done))
 
     def close(self) -> None:
         """Close every working sink."""
@@ -172,6 +180,13 @@ class ConsoleSink:
         """Print one line above the bar."""
         self._console.print(text, markup=False)
 
+    def begin(self, phase: str, total_steps: int, done: int = 0) -> None:
+        """Start counting steps and time anew."""
+        self._total, self._times = total_steps, [(done, self._clock())]
+        if self._bar is not None:
+            self._bar.reset(self._task, total=total_steps, completed=done, summary=phase)
+            self._bar.refresh()
+
     def close(self) -> None:
         """Stop redrawing and give the terminal back."""
         if self._bar is not None:
@@ -196,6 +211,9 @@ class JsonlSink:
 
     def note(self, text: str) -> None:
         """Notes are not metrics."""
+
+    def begin(self, phase: str, total_steps: int, done: int = 0) -> None:
+        """Phases are told from the metrics' names."""
 
     def close(self) -> None:
         """Close the file."""

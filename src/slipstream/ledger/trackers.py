@@ -66,6 +66,9 @@ class TensorBoardSink:
     def note(self, text: str) -> None:
         """Notes are not scalars."""
 
+    def begin(self, phase: str, total_steps: int, done: int = 0) -> None:
+        """Phases are told from the metrics' names."""
+
     def close(self) -> None:
         """Flush and close the event file."""
         self._writer.close()
@@ -94,6 +97,9 @@ class WandbSink:
 
     def note(self, text: str) -> None:
         """Notes are not metrics."""
+
+    def begin(self, phase: str, total_steps: int, done: int = 0) -> None:
+        """Phases are told from the metrics' names."""
 
     def close(self) -> None:
         """Finish the run."""
@@ -125,6 +131,9 @@ class MlflowSink:
     def note(self, text: str) -> None:
         """Notes are not metrics."""
 
+    def begin(self, phase: str, total_steps: int, done: int = 0) -> None:
+        """Phases are told from the metrics' names."""
+
     def close(self) -> None:
         """End the run."""
         self._mlflow.end_run()
@@ -147,6 +156,9 @@ class TrackioSink:
 
     def note(self, text: str) -> None:
         """Notes are not metrics."""
+
+    def begin(self, phase: str, total_steps: int, done: int = 0) -> None:
+        """Phases are told from the metrics' names."""
 
     def close(self) -> None:
         """Finish the run."""

@@ -43,9 +43,10 @@ from slipstream.trajectory import Failed, Group, Trajectory
 def make_env_factory(settings: EnvSettings) -> EnvFactory:
     """``slipstream.envs.make`` with ``env_config`` and ``extras``, as skyrl-gym's generator calls it."""
     from slipstream.envs import make
+    from slipstream.envs.registration import EnvConfig
 
     def factory(env_class: str, extras: dict[str, Any]) -> Any:
-        return make(env_class, env_config=dict(settings.kwargs), extras=extras)
+        return make(env_class, env_config=EnvConfig(settings.kwargs), extras=extras)
 
     return factory
 

@@ -53,6 +53,8 @@ class Hooks:
     """``async (step) -> None``."""
     progress: Callable[[int, Mapping[str, float]], None]
     """Show one step's metrics."""
+    sampled_tokens: Callable[[], Any]
+    """``async () -> int``: tokens the engine says it has sampled so far; the other side of the token account."""
 
 
 @dataclass
@@ -91,6 +93,7 @@ class Loop:
         self.control = control or Control()
         self._running: dict[asyncio.Task[Group], _InFlight] = {}
         self._superseded: list[tuple[GroupTask, Trajectory]] = []
+        self._sampled = 0
 
     # -- rollout events ----------------------------------------------------------------------------------------
 
@@ -135,7 +138,9 @@ class Loop:
     async def _step(self, index: int) -> dict[str, float]:
         started = time.perf_counter()
         self.schedule.begin_step(index)
+        counted = await self.hooks.sampled_tokens()
         selection = await self._collect(index)
+        self._sampled = await self.hooks.sampled_tokens() - counted
         collected = time.perf_counter()
         filtered = apply_filters(selection.groups, self.settings.algorithm, self.settings.rollout)
         result = await self.update(filtered, index)
@@ -191,7 +196,7 @@ class Loop:
             env_class=row.env_class,
             extras=row.extras,
             n=self.settings.rollout.samples_per_prompt,
-            scheduled_step=index,
+            scheduled_step=index + 1,
             pass_index=pass_index,
         )
 
@@ -243,7 +248,6 @@ class Loop:
             groups.append(Group(task.group_id, task.prompt_uid, 1, (trajectory,)))
             fate[trajectory.trajectory_id] = "superseded"
         self._superseded = []
-        sampled = sum(group.sampled_tokens for group in groups)
         held = sum(group.sampled_tokens for group in self.schedule.buffered())
         left_out: dict[str, float] = {}
         for _, reason in selection.left_out:
@@ -261,5 +265,5 @@ class Loop:
             receipts=[receipt.to_json() for receipt in published.receipts],
             weight_version_before=before,
             weight_version_after=published.version,
-            flow=TokenFlow(sampled=sampled, buffered=held, in_flight=0),
+            flow=TokenFlow(sampled=self._sampled, buffered=held, in_flight=0),
         )

@@ -24,8 +24,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slipstream.algorithms.check import check_algorithm
 from slipstream.algorithms.filters import apply_filters
-from slipstream.config import check_resume, dump_settings
+from slipstream.config import Plan, check_resume, dump_settings, make_plan
 from slipstream.config.settings import RunSettings
 from slipstream.data.sampler import Sampler
 from slipstream.errors import CheckpointError
@@ -81,6 +82,17 @@ def train(settings: RunSettings, callbacks: Sequence[Callback] = ()) -> RunResul
     return asyncio.run(Run(settings, callbacks).run())
 
 
+def check(settings: RunSettings, notes: Sequence[Any] = ()) -> Plan:
+    """The plan of a run with every contradiction that can be found before a model loads."""
+    problems = check_algorithm(
+        settings.algorithm,
+        settings.rollout.sampling,
+        samples_per_prompt=settings.rollout.samples_per_prompt,
+        prompts_per_step=settings.schedule.prompts_per_step,
+    )
+    return make_plan(settings, notes=notes, problems=problems if settings.schedule.steps else ())
+
+
 class Run:
     """One start of a run directory."""
 
@@ -97,6 +109,7 @@ class Run:
 
     async def run(self) -> RunResult:
         """All phases; raises typed errors, after everything that was started has been closed."""
+        check(self.settings).raise_if_refused()
         self.run_dir.mkdir(parents=True, exist_ok=True)
         found = self._find_checkpoint()
         incarnation = next_incarnation(self.run_dir)
@@ -164,6 +177,7 @@ class Run:
             callbacks=self.callbacks,
             control=self.control,
         )
+        self.sinks.begin("sft", settings.sft.steps, progress.sft_steps)
         self.sinks.note(f"supervised warm start: {settings.sft.steps} steps of {settings.sft.rows_per_step} rows")
         await trainer.run(progress.sft_steps)
 
@@ -195,11 +209,12 @@ class Run:
         if progress.sampler is not None:
             sampler.load_state_dict(progress.sampler)
         update = PolicyUpdate(parts.backend, settings.algorithm, parts.deadline)
-        hooks = Hooks(self._publish, self._save_rl, self._evaluate_rl, self._show)
+        hooks = Hooks(self._publish, self._save_rl, self._evaluate_rl, self._show, self._sampled_tokens)
         self.loop = Loop(
             settings, schedule, sampler, parts.generator, update, self.ledger, hooks,
             version=version, callbacks=self.callbacks, control=self.control,
         )  # fmt: skip
+        self.sinks.begin("rl", settings.schedule.steps, progress.rl_steps)
         parts.listen(self.loop.on_rollout_event)
         progress.rl_steps = await self.loop.run(progress.rl_steps)
 
@@ -228,6 +243,9 @@ class Run:
 
     async def _evaluate_rl(self, step: int) -> None:
         await self._evaluate("rl", step)
+
+    async def _sampled_tokens(self) -> int:
+        return int((await self.parts.engine.metrics())["generation_tokens_total"])
 
     def _show(self, step: int, metrics: Mapping[str, float]) -> None:
         self.sinks.log(dict(metrics), step)

@@ -21,7 +21,7 @@ import numpy as np
 from slipstream.algorithms.advantages import compute_advantages, rewards_with_kl, scalar_advantage
 from slipstream.algorithms.batch import Batch, FloatArray
 from slipstream.algorithms.check import loss_spec
-from slipstream.algorithms.compile import Advantage, compile_batch, split_minibatches
+from slipstream.algorithms.compile import Advantage, compile_batch, row_name, split_minibatches
 from slipstream.algorithms.filters import FilterResult
 from slipstream.algorithms.objective import LossSpec
 from slipstream.config.settings import AlgorithmSettings
@@ -43,14 +43,15 @@ async def within(future: Future[T], seconds: float, what: str) -> T:
 class UpdateResult:
     """What an update did: metrics under ``policy/``, optimiser steps applied, and per-trajectory facts.
 
-    ``trainer_logprobs``: by trajectory id, one list of log-probs of own trained tokens per trained row.
+    ``trainer_logprobs``: by trajectory id, for each row of the trajectory the log-probs of its own trained tokens, or
+    None for a row without any.
     """
 
     metrics: Mapping[str, float]
     applied: int
     refused: int
     advantages: Mapping[str, float] = field(default_factory=dict)
-    trainer_logprobs: Mapping[str, list[list[float]]] = field(default_factory=dict)
+    trainer_logprobs: Mapping[str, list[list[float] | None]] = field(default_factory=dict)
 
 
 class PolicyUpdate:
@@ -71,7 +72,7 @@ class PolicyUpdate:
             return UpdateResult({"policy/optimizer_steps": 0.0, "policy/refused_steps": 0.0}, 0, 0, shown)
         spec = await self._spec(batch)
         collected: list[dict[str, float]] = []
-        logprobs: dict[str, list[list[float]]] = {}
+        logprobs: dict[str, dict[str, list[float]]] = {}
         applied = refused = 0
         for epoch in range(settings.epochs_per_step):
             for part in split_minibatches(batch, settings.minibatches_per_step, settings.reduction):
@@ -84,10 +85,10 @@ class PolicyUpdate:
                 collected.append({**out.metrics, **own})
                 if epoch == 0:
                     for row, values in zip(part.batch.rows, out.logprobs, strict=True):
-                        logprobs.setdefault(row.trajectory_id, []).append(np.asarray(values).tolist())
+                        logprobs.setdefault(row.trajectory_id, {})[row.row_id] = np.asarray(values).tolist()
         metrics = merge_metrics(collected)
         metrics |= {"policy/optimizer_steps": float(applied), "policy/refused_steps": float(refused)}
-        return UpdateResult(metrics, applied, refused, shown, logprobs)
+        return UpdateResult(metrics, applied, refused, shown, _by_row(filtered, logprobs))
 
     async def _advantages(self, filtered: FilterResult, step: int) -> dict[str, Advantage]:
         settings = self.settings
@@ -112,8 +113,19 @@ class PolicyUpdate:
         return result.logprobs
 
 
+def _by_row(
+    filtered: FilterResult, logprobs: Mapping[str, Mapping[str, list[float]]]
+) -> dict[str, list[list[float] | None]]:
+    """Log-probs in the order of each trajectory's rows."""
+    sizes = {m.trajectory_id: len(m.rows) for group in filtered.groups for m in group.members}
+    return {tid: [rows.get(row_name(tid, i)) for i in range(sizes[tid])] for tid, rows in logprobs.items()}
+
+
 def merge_metrics(collected: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """One value per metric under ``policy/``: counts add up, maxima and minima stay, the rest is a mean."""
+    """One value per metric under ``policy/`` from those of several optimiser steps.
+
+    Counts add up, maxima and minima stay, and the rest is a mean over trained tokens, as inside a step.
+    """
     merged: dict[str, float] = {}
     for name in sorted({key for metrics in collected for key in metrics}):
         values = [float(metrics[name]) for metrics in collected if name in metrics]
@@ -124,6 +136,7 @@ def merge_metrics(collected: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         elif name.endswith("_min"):
             value = min(values)
         else:
-            value = sum(values) / len(values)
+            weights = [float(metrics["trained_tokens"]) for metrics in collected if name in metrics]
+            value = sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
         merged[f"policy/{name}"] = value
     return merged
