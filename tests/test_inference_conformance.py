@@ -57,6 +57,32 @@ async def test_fake_engine_conforms_over_http(tmp_path):
     assert [(r.name, r.detail) for r in results if r.status != "passed"] == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("over_http", [False, True])
+async def test_embedded_engine_conforms(over_http, tmp_path):
+    pytest.importorskip("torch")
+    from slipstream.config.settings import InferenceSettings
+    from slipstream.inference.embedded.engine import EmbeddedEngine
+    from slipstream.inference.embedded.tiny import tiny_model
+
+    model, tokenizer = tiny_model(seed=0)
+    engine = EmbeddedEngine(model, tokenizer, InferenceSettings(dtype="float32", kv_cache_tokens=8192))
+    await engine.start()
+    try:
+        held = await engine.checksum()
+        weights = {name: tensor.clone() for name, tensor in model.state_dict().items() if name in held}
+        app = build_app(engine, tokenizer, transfer_root=tmp_path)
+        under_test = HttpEngine.in_process(app, transfer_dir=tmp_path) if over_http else engine
+        await under_test.start()
+        results = await run_conformance(under_test, tokenizer, weights=weights, tolerance=1e-3)
+        await under_test.close()
+    finally:
+        await engine.close()
+    assert failed(results) == {}
+    skipped = {r.name for r in results if r.status == "skipped"}
+    assert skipped == (set() if over_http else {n for n in CHECKS if n.startswith("http_")})
+
+
 class RawLogprobs(AsciiEngine):
     """Reports log-probs before temperature and truncation."""
 

@@ -37,6 +37,13 @@ def request(name="r", **fields):
     return GenerateRequest(name, (1, 2, 3), **{"max_tokens": 6, "seed": 1, "ignore_eos": True, **fields})
 
 
+async def decoding(engine):
+    """Wait until the engine has made a token."""
+    async with asyncio.timeout(10):
+        while not (await engine.metrics())["generation_tokens_total"]:
+            await asyncio.sleep(0.002)
+
+
 def test_client_is_an_engine():
     assert isinstance(HttpEngine("http://x"), Engine)
 
@@ -130,8 +137,9 @@ async def test_deadline_ends_the_call_and_aborts_the_request():
     client = connect(engine, timeout_seconds=0.1)
     with pytest.raises(InferenceError, match=r"no answer within 0.1 s"):
         await client.generate(request(max_tokens=250))
-    await asyncio.sleep(0.05)
-    assert (await engine.metrics())["num_requests_running"] == 0
+    async with asyncio.timeout(1):
+        while (await engine.metrics())["num_requests_running"]:
+            await asyncio.sleep(0.005)
 
 
 async def test_refused_connection_names_the_url():
@@ -143,9 +151,10 @@ async def test_refused_connection_names_the_url():
 
 
 async def test_close_ends_requests_in_flight():
-    client = connect(fake(step_seconds=0.01))
+    engine = fake(step_seconds=0.01)
+    client = connect(engine)
     task = asyncio.create_task(client.generate(request(max_tokens=250)))
-    await asyncio.sleep(0.05)
+    await decoding(engine)
     await client.close()
     with pytest.raises(InferenceError, match="closed"):
         await task
@@ -154,9 +163,10 @@ async def test_close_ends_requests_in_flight():
 
 
 async def test_duplicate_request_id_is_refused():
-    client = connect(fake(step_seconds=0.005))
-    first = asyncio.create_task(client.generate(request()))
-    await asyncio.sleep(0.01)
+    engine = fake(step_seconds=0.005)
+    client = connect(engine)
+    first = asyncio.create_task(client.generate(request(max_tokens=250)))
+    await decoding(engine)
     with pytest.raises(RequestError, match="already in flight"):
         await client.call(
             "POST", "/inference/v1/generate", {"request_id": "r", "token_ids": [1], "sampling_params": {}}
@@ -183,7 +193,7 @@ async def test_abort_of_the_parent_id_aborts_all_choices():
     client = connect(engine)
     body = {"request_id": "p", "token_ids": [1], "sampling_params": {"n": 3, "max_tokens": 200, "ignore_eos": True}}
     task = asyncio.create_task(client.call("POST", "/inference/v1/generate", body))
-    await asyncio.sleep(0.05)
+    await decoding(engine)
     assert (await client.call("POST", "/abort_requests", {"request_ids": ["p"]}))["aborted"] == 3
     assert [c["finish_reason"] for c in (await task)["choices"]] == ["abort"] * 3
 
@@ -237,8 +247,8 @@ async def test_chat_stream_adds_up_per_choice():
 async def test_stream_failure_is_an_error_event():
     engine = fake(step_seconds=0.005)
     client = connect(engine)
-    task = asyncio.create_task(events(client, "/v1/chat/completions", {**CHAT, "ignore_eos": True, "max_tokens": 100}))
-    await asyncio.sleep(0.05)
+    task = asyncio.create_task(events(client, "/v1/chat/completions", {**CHAT, "ignore_eos": True, "max_tokens": 200}))
+    await decoding(engine)
     await engine.close()
     assert "closed" in (await task)[-1]["error"]["message"]
 
@@ -411,18 +421,37 @@ print("closed", flush=True)
 """
 
 
-def test_ctrl_c_ends_the_server_cleanly():
+@pytest.mark.parametrize("busy", [False, True])
+def test_ctrl_c_ends_the_server_cleanly_and_at_once(busy):
     process = subprocess.Popen(
         [sys.executable, "-c", SERVE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
     )
+    answers = []
+
+    def ask():
+        body = {"token_ids": [1], "sampling_params": {"max_tokens": 4000, "ignore_eos": True}}
+        answers.append(httpx.post(f"{url}/inference/v1/generate", json=body, timeout=30))
+
     try:
         url = process.stdout.readline().strip()
         assert httpx.get(f"{url}/health", timeout=10).status_code == 200
+        client = threading.Thread(target=ask)
+        if busy:
+            client.start()
+            while 'num_requests_running{model_name="policy",engine="0"} 1.0' not in httpx.get(f"{url}/metrics").text:
+                time.sleep(0.02)
+        started = time.perf_counter()
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=20)
+        took = time.perf_counter() - started
+        if busy:
+            client.join(10)
     finally:
         process.kill()
     assert (process.returncode, out.strip(), err) == (0, "closed", "")
+    assert took < 4
+    assert [(a.status_code, "closed" in a.text) for a in answers] == [(503, True)] * busy
     host, port = url.removeprefix("http://").split(":")
     with socket.socket() as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         free.bind((host, int(port)))

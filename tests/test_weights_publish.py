@@ -225,26 +225,32 @@ async def test_readmit_brings_a_quarantined_replica_back():
 async def test_running_requests_survive_a_publish_that_keeps_them():
     engine = FakeEngine(VOCAB, eos_token_ids=(), step_seconds=0.002)
     pub = publisher(engine, pause_mode="keep")
-    task = asyncio.create_task(pub.replicas[0].generate(request(max_tokens=60)))
-    await asyncio.sleep(0.03)
+    task = asyncio.create_task(pub.replicas[0].generate(request(max_tokens=400)))
+    while not (await engine.metrics())["generation_tokens_total"]:
+        await asyncio.sleep(0.002)
     await pub.publish(weights(1), "policy/0/1")
     result = await task
     assert [run.version for run in result.versions] == ["policy/0/0", "policy/0/1"]
-    assert result.versions[-1].end == 60
+    assert result.versions[-1].end == 400
 
 
 async def test_calls_during_an_update_wait_and_get_the_new_version():
+    loading, sent = asyncio.Event(), asyncio.Event()
+
     class Slow(FakeEngine):
         async def update_weights(self, chunk):
-            await asyncio.sleep(0.1)
+            loading.set()
+            await sent.wait()
             await super().update_weights(chunk)
 
-    pub = publisher(Slow(VOCAB))
+    pub = publisher(Slow(VOCAB), deadlines=Deadlines())
     publish = asyncio.create_task(pub.publish(weights(1), "policy/0/1"))
-    await asyncio.sleep(0.05)
-    result = await pub.replicas[0].generate(request())
+    await loading.wait()
+    task = asyncio.create_task(pub.replicas[0].generate(request()))
+    await asyncio.sleep(0.01)
+    sent.set()
     await publish
-    assert result.versions[0].version == "policy/0/1"
+    assert (await task).versions[0].version == "policy/0/1"
 
 
 async def test_no_replica_resumes_before_all_have_been_verified():
@@ -264,7 +270,8 @@ async def test_no_replica_resumes_before_all_have_been_verified():
 async def test_cancelled_publish_leaves_no_replica_that_answers_with_unknown_weights():
     pub = publisher(Hangs(), deadlines=dataclasses.replace(QUICK, load=60))
     task = asyncio.create_task(pub.publish(weights(1), "policy/0/1"))
-    await asyncio.sleep(0.1)
+    while pub.replicas[0].state != "held":
+        await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -280,7 +287,8 @@ async def test_publish_cancelled_before_loading_lets_the_replica_go_on():
 
     pub = publisher(SlowPause(VOCAB), deadlines=dataclasses.replace(QUICK, pause=60))
     task = asyncio.create_task(pub.publish(weights(1), "policy/0/1"))
-    await asyncio.sleep(0.1)
+    while not await pub.replicas[0].is_paused():
+        await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -290,7 +298,7 @@ async def test_publish_cancelled_before_loading_lets_the_replica_go_on():
 async def test_engine_that_ignores_cancellation_does_not_hang_the_publisher():
     class Stubborn(FakeEngine):
         async def update_weights(self, chunk):
-            for _ in range(20):
+            for _ in range(4):
                 try:
                     await asyncio.sleep(0.2)
                 except asyncio.CancelledError:
@@ -347,8 +355,9 @@ async def test_probe_finds_weights_that_were_not_loaded():
 async def test_tokens_sampled_before_a_failed_probe_are_discarded():
     engine = Opaque(times=1, eos_token_ids=(), step_seconds=0.002)
     pub = publisher(engine, pause_mode="keep")
-    task = asyncio.create_task(pub.replicas[0].generate(request(max_tokens=60)))
-    await asyncio.sleep(0.03)
+    task = asyncio.create_task(pub.replicas[0].generate(request(max_tokens=400)))
+    while not (await engine.metrics())["generation_tokens_total"]:
+        await asyncio.sleep(0.002)
     (receipt,) = await pub.publish(weights(1), "policy/0/1", probe=probe(1))
     assert (receipt.published, receipt.attempts) == (True, 2)
     with pytest.raises(InferenceError, match="discarded"):
@@ -357,24 +366,27 @@ async def test_tokens_sampled_before_a_failed_probe_are_discarded():
 
 
 async def test_answers_are_withheld_until_the_probe_has_passed():
-    order = []
+    order, answered = [], asyncio.Event()
 
-    class SlowProbe(Opaque):
+    class ProbedLate(Opaque):
         async def generate(self, request):
-            result = await super().generate(request)
             if request.request_id.startswith("probe"):
-                await asyncio.sleep(0.2)
-                order.append("probe")
+                await answered.wait()
+            result = await super().generate(request)
+            order.append("probe" if request.request_id.startswith("probe") else "engine")
+            answered.set()
             return result
 
-    pub = publisher(SlowProbe(times=0, eos_token_ids=(), step_seconds=0.001), pause_mode="keep")
-    task = asyncio.create_task(pub.replicas[0].generate(request(max_tokens=30)))
-    task.add_done_callback(lambda _: order.append("answer"))
-    await asyncio.sleep(0.01)
+    engine = ProbedLate(times=0, eos_token_ids=(), step_seconds=0.001)
+    pub = publisher(engine, pause_mode="keep", deadlines=Deadlines())
+    task = asyncio.create_task(pub.replicas[0].generate(request(max_tokens=200)))
+    task.add_done_callback(lambda _: order.append("caller"))
+    while not (await engine.metrics())["generation_tokens_total"]:
+        await asyncio.sleep(0.002)
     await pub.publish(weights(1), "policy/0/1", probe=probe(1))
     await task
     await asyncio.sleep(0)
-    assert order == ["probe", "answer"]
+    assert order == ["engine", "probe", "caller"]
 
 
 def test_probe_shapes_are_checked():
@@ -394,6 +406,37 @@ async def test_the_same_publisher_works_over_http(tmp_path):
     (receipt,) = await pub.publish(weights(1), "policy/0/1")
     assert (receipt.published, receipt.verification.kind) == (True, "checksum")
     assert np.array_equal(engine.weights["head.bias"], weights(1)["head.bias"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_embedded_engine_is_verified_by_what_it_reads_back(dtype):
+    torch = pytest.importorskip("torch")
+    from slipstream.config.settings import InferenceSettings
+    from slipstream.inference.embedded.engine import EmbeddedEngine
+    from slipstream.inference.embedded.tiny import tiny_model
+
+    class Lying(EmbeddedEngine):
+        loads = True
+
+        async def update_weights(self, chunk):
+            if self.loads:
+                await super().update_weights(chunk)
+
+    model, tokenizer = tiny_model(seed=0)
+    exported = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    engine = Lying(model, tokenizer, InferenceSettings(dtype=dtype, kv_cache_tokens=2048))
+    await engine.start()
+    try:
+        pub = publisher(engine, transport=InProcessTransport(dtype=dtype), deadlines=Deadlines())
+        (receipt,) = await pub.publish(exported, "policy/0/1")
+        assert (receipt.published, receipt.verification.kind) == (True, "checksum")
+        engine.loads = False
+        with pytest.raises(PublishError, match="parameters differ"):
+            await pub.publish({name: tensor + torch.ones(()) for name, tensor in exported.items()}, "policy/0/2")
+        result = await pub.replicas[0].generate(request())
+        assert [run.version for run in result.versions] == ["policy/0/1"]
+    finally:
+        await engine.close()
 
 
 def test_pieces_are_put_together():

@@ -58,12 +58,15 @@ class Bench:
         """A request that runs for a while."""
         return self.request(max_tokens=min(400, self.max_model_len - len(self.prompt) - 1), **fields)
 
-    async def score(self, ids: Sequence[int]) -> list[float]:
-        """Temperature-1 log-probs of ``ids`` after the prompt, read from the prompt log-probs."""
-        result = await self.run(token_ids=(*self.prompt, *ids), max_tokens=1, prompt_logprobs=True)
+    async def score(
+        self, ids: Sequence[int], *, after: Sequence[int] | None = None, cache_salt: str | None = None
+    ) -> list[float]:
+        """Temperature-1 log-probs of ``ids`` after the prompt (or ``after``), read from the prompt log-probs."""
+        prompt = tuple(after if after is not None else self.prompt)
+        result = await self.run(token_ids=(*prompt, *ids), max_tokens=1, prompt_logprobs=True, cache_salt=cache_salt)
         values = result.prompt_logprobs
         require(values is not None, "prompt_logprobs were asked for and not returned")
-        tail = cast("tuple[float | None, ...]", values)[len(self.prompt) :]
+        tail = cast("tuple[float | None, ...]", values)[len(prompt) :]
         require(all(v is not None for v in tail), "prompt_logprobs are missing after the first token")
         return [float(v) for v in tail if v is not None]
 

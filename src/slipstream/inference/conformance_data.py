@@ -181,13 +181,13 @@ async def stream_adds_up(bench: Bench) -> None:
 
 @check
 async def sessions_change_nothing(bench: Bench) -> None:
-    """Reusing a session's KV does not change what is sampled."""
+    """Reusing a session's KV does not change the distribution: a fresh pass scores the same."""
     first = await bench.run(session_id="conformance", seed=3)
     second = (*bench.prompt, *first.token_ids, *bench.prompt[:3])
-    with_session = await bench.run(token_ids=second, session_id="conformance", seed=4)
-    without = await bench.run(token_ids=second, cache_salt="elsewhere", seed=4)
-    require(with_session.token_ids == without.token_ids, "a session's second turn samples other tokens")
-    gap = max(abs(a - b) for a, b in zip(with_session.logprobs, without.logprobs, strict=True))
+    result = await bench.run(token_ids=second, session_id="conformance", seed=4)
+    # Scored, not sampled again: in bfloat16 another batch shape may tip a draw, which is no fault.
+    scored = await bench.score(result.token_ids, after=second, cache_salt="elsewhere")
+    gap = max(abs(a - b) for a, b in zip(result.logprobs, scored, strict=True))
     require(gap <= bench.tolerance, f"a session's second turn has log-probs off by {gap:.4f}")
 
 

@@ -449,8 +449,9 @@ def serve(
 ) -> None:
     """Serve until interrupted; blocks.
 
-    The port is bound before the engine starts.  Ctrl-C or SIGTERM ends requests in flight, closes the engine and
-    returns.  ``port=0`` takes a free port; ``ready`` is called with the base URL once the socket listens.
+    The port is bound before the engine starts.  Ctrl-C or SIGTERM closes the engine, which ends requests in flight
+    with an error, and returns (after SIGTERM the process ends as by that signal).  ``port=0`` takes a free port;
+    ``ready`` is called with the base URL once the socket listens.
 
     Raises:
         InferenceError: the port is in use, or the engine could not start.
@@ -461,7 +462,14 @@ def serve(
     try:
         app = build_app(engine, tokenizer, model_name=model_name, transfer_root=transfer_root, own_engine=True)
         config = uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=5, lifespan="on")
-        server = uvicorn.Server(config)
+
+        class Server(uvicorn.Server):
+            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+                # The engine goes first: requests in flight then end at once, with a typed error, not by cancellation.
+                await engine.close()
+                await super().shutdown(sockets)
+
+        server = Server(config)
         if ready is not None:
             shown = f"[{host}]" if ":" in host else host
             ready(f"http://{shown}:{sock.getsockname()[1]}")
