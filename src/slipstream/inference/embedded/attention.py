@@ -73,12 +73,13 @@ class RowStore:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def reserve(self, rows: int, capacity: int, live_rows: int) -> None:
-        """Make room; rows ``[0, live_rows)`` keep their content."""
-        if rows <= self.rows and capacity <= self.capacity:
+        """Make room (and give much unused room back); rows ``[0, live_rows)`` keep their content."""
+        # Attention reads rows to their full capacity (a narrower view would be copied), so slack is kept small.
+        roomy = self.capacity > 2 * capacity + 64
+        if rows <= self.rows and capacity <= self.capacity and not roomy:
             return
-        # Both sizes follow the present need, so that one long sequence does not widen rows nobody uses.
         rows = -(-rows // 8) * 8
-        capacity = -(-(capacity + capacity // 4) // 64) * 64
+        capacity = -(-(capacity + capacity // 8) // 32) * 32
         # Zeros, because masked places are multiplied by 0 and must be finite.
         shape = (self.layers, 2, rows, self.kv_heads, capacity, self.head_dim)
         fresh = torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -123,11 +124,9 @@ class RowStore:
         heads = torch.arange(self.kv_heads, device=self.device)[None, None, :]
         index = ((halves + rows) * self.kv_heads + heads) * self.capacity + lengths[:, None, None]
         batch.write_index = index.reshape(-1)
-        width = max(batch.lengths) + 1
-        if min(batch.lengths) + 1 < width:
-            hidden = torch.arange(width, device=self.device)[None, :] > lengths[:, None]
-            mask = torch.zeros(batch.n, width, dtype=self.dtype, device=self.device).masked_fill_(hidden, -math.inf)
-            batch.mask = mask.repeat_interleave(self.kv_heads, 0)[:, None, :]
+        hidden = torch.arange(self.capacity, device=self.device)[None, :] > lengths[:, None]
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -math.inf)
+        batch.mask = mask.repeat_interleave(self.kv_heads, 0)[:, None, :]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -233,7 +232,8 @@ class ForwardPlan:
         return out.transpose(0, 1).to(q.dtype)
 
     def _write_rows(self, layer: int, kv: Tensor) -> None:
-        assert self.decode is not None and self.decode.write_index is not None
+        assert self.decode is not None
+        assert self.decode.write_index is not None
         flat = self.rows.buffer[layer].view(-1, self.rows.head_dim)
         flat.index_copy_(0, self.decode.write_index, kv.reshape(-1, self.rows.head_dim))
 
@@ -241,19 +241,16 @@ class ForwardPlan:
         """``q`` (n, H, D) -> (n, H, D)."""
         batch, store = self.decode, self.rows
         assert batch is not None
+        assert batch.mask is not None
         n, heads, dim = q.shape
-        kv_heads, width = store.kv_heads, max(batch.lengths) + 1
+        kv_heads = store.kv_heads
         groups = heads // kv_heads
         # Rows and heads are neighbours in memory, so (n, K) folds into one batch dimension without a copy.
-        keys, values = store.buffer[layer].view(2, store.rows * kv_heads, store.capacity, dim)[
-            :, : n * kv_heads, :width
-        ]
+        folded = store.buffer[layer].view(2, store.rows * kv_heads, store.capacity, dim)
+        keys, values = folded[:, : n * kv_heads]
         q_rows = q.reshape(n * kv_heads, groups, dim)
-        if batch.mask is None:
-            scores = torch.bmm(q_rows, keys.transpose(1, 2)).mul_(scale)
-        else:
-            mask = batch.mask.expand(-1, groups, -1)
-            scores = torch.baddbmm(mask, q_rows, keys.transpose(1, 2), alpha=scale)
+        mask = batch.mask.expand(-1, groups, -1)
+        scores = torch.baddbmm(mask, q_rows, keys.transpose(1, 2), alpha=scale)
         if not batch.shared:
             return torch.bmm(torch.softmax(scores, -1), values).view(n, heads, dim)
         out, lse = _weigh(scores, values)

@@ -17,7 +17,8 @@ import bisect
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np

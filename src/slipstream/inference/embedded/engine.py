@@ -24,7 +24,8 @@ import atexit
 import contextlib
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence as Seq
+from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, TypeVar

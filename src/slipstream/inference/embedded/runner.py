@@ -94,10 +94,14 @@ def _agrees(runner: ModelRunner, ids: torch.Tensor, expected: torch.Tensor) -> b
     wanted = torch.arange(len(ids), device=runner.device)
     with torch.inference_mode():
         got = runner.logits(runner.forward(probe_plan(runner, ids), wanted)).float().cpu()
-    # Rounding only: bf16 keeps 8 bits and a deep model loses a few; a wrong formula is off by far more.
-    tolerance = 2e-3 if runner.dtype is torch.float32 else 0.15
-    spread = (expected - expected.mean(-1, keepdim=True)).abs().amax().item()
-    return bool((got - expected).abs().amax().item() <= tolerance * max(spread, 1.0))
+    divergence = torch.nn.functional.kl_div(
+        torch.log_softmax(got, -1), torch.log_softmax(expected, -1), log_target=True, reduction="none"
+    ).sum(-1)
+    if runner.dtype is torch.float32:
+        return bool(divergence.max() < 1e-4)
+    # In bfloat16 single positions can be unstable (measured: transformers against its own float32, KL 4.9 at one
+    # position of 12, 0.006 at the median), so the median decides; a wrong formula spoils nearly every position.
+    return bool(divergence.median() < 0.05)
 
 
 def _expected(model: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -31,18 +31,22 @@ _HEAD = 1024  # top-p first looks at so many largest tokens; if they do not hold
 
 
 def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): a bijection that passes BigCrush as a counter hash."""
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014)."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
 
 
 def uniform(seeds: npt.NDArray[np.integer], positions: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1) with 53 random bits, one per (seed, position)."""
+    """Numbers in [0, 1) with 53 random bits: element ``position`` of the SplitMix64 stream that the seed starts.
+
+    The stream's state is a counter, so any element is had directly; the seed is mixed first, so that neighbouring
+    seeds start far apart.
+    """
     gamma = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):
-        keyed = _mix(seeds.astype(np.uint64) + gamma)
-        mixed = _mix(keyed ^ _mix((positions.astype(np.uint64) + np.uint64(1)) * gamma))
+        start = _mix(seeds.astype(np.uint64) + gamma)
+        mixed = _mix(start + (positions.astype(np.uint64) + np.uint64(1)) * gamma)
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
