@@ -327,6 +327,10 @@ class Run:
                 "restore the files, or start a new run_dir"
             )
         backend = self.parts.backend
+        if self.progress.sft_steps < self.settings.sft.steps:
+            # A checkpoint holds moments, not settings: the phase it was written in says which optimiser goes on.
+            call = backend.reset_optimizer(self.settings.sft.optimizer, self.settings.sft.steps)
+            await within(call, self.parts.deadline, "phase change")
         await within(backend.load("policy", found.directory / "policy"), self.parts.deadline, "loading the policy")
         if self.parts.keeps_reference:
             call = backend.load("reference", found.directory / "reference")

@@ -1,0 +1,217 @@
+"""Whole runs on a tiny model: determinism, resume, stopping, conservation, versions."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from run_kit import EXACT, tiny_settings, weights_digest
+from slipstream.envs import BaseTextEnv, register
+from slipstream.errors import BudgetExceededError, CheckpointError, SettingsError
+from slipstream.ledger import LedgerReader
+from slipstream.trainers.callbacks import Callback, Control, StepInfo
+from slipstream.trainers.run import train
+
+
+class StopAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, info: StepInfo, control: Control) -> None:
+        if info.phase == "rl" and info.step == self.step:
+            control.stop("enough")
+
+
+def trained_prompts(run_dir: Path) -> Counter[tuple[str, int]]:
+    """(prompt, pass) of every group of the live lineage, once per group."""
+    reader = LedgerReader(run_dir)
+    groups = {
+        (r.trajectory.prompt_uid, r.trajectory.pass_index, r.step) for r in reader.trajectories(phase="train") if r.live
+    }
+    return Counter((uid, turn) for uid, turn, _ in groups)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("run") / "whole"
+    assert train(tiny_settings(tiny_dir, run_dir, *EXACT)).finished
+    return run_dir
+
+
+def test_the_same_seed_twice_is_bit_equal_in_weights_losses_and_ledger(
+    uninterrupted: Path, tiny_dir: Path, tmp_path: Path
+) -> None:
+    train(tiny_settings(tiny_dir, tmp_path / "again", *EXACT))
+    assert weights_digest(tmp_path / "again") == weights_digest(uninterrupted)
+    first, second = LedgerReader(uninterrupted), LedgerReader(tmp_path / "again")
+    assert first.content_digest() == second.content_digest()
+    losses = [[m.values["policy/final_loss"] for m in r.metrics("train")] for r in (first, second)]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 6
+
+
+def test_another_seed_differs(uninterrupted: Path, tiny_dir: Path, tmp_path: Path) -> None:
+    train(tiny_settings(tiny_dir, tmp_path / "other", *EXACT, "seed=1"))
+    assert weights_digest(tmp_path / "other") != weights_digest(uninterrupted)
+
+
+@pytest.mark.parametrize("stop", [2, 3, 5])
+def test_stopping_and_resuming_is_bit_equal_to_the_uninterrupted_run(
+    uninterrupted: Path, tiny_dir: Path, tmp_path: Path, stop: int
+) -> None:
+    settings = tiny_settings(tiny_dir, tmp_path / "r", *EXACT)
+    first = train(settings, [StopAt(stop)])
+    assert (first.finished, first.steps, first.stop_reason) == (False, stop, "enough")
+    assert train(settings).finished
+    assert weights_digest(tmp_path / "r") == weights_digest(uninterrupted)
+    assert LedgerReader(tmp_path / "r").metrics("train")[-1].values["trainer/global_step"] == 6
+    counts = trained_prompts(tmp_path / "r")
+    assert set(counts.values()) == {1}
+    assert counts == trained_prompts(uninterrupted)
+
+
+def test_a_finished_run_does_nothing_more(uninterrupted: Path, tiny_dir: Path) -> None:
+    before = weights_digest(uninterrupted)
+    result = train(tiny_settings(tiny_dir, uninterrupted, *EXACT))
+    assert result.finished
+    assert result.steps == 6
+    assert weights_digest(uninterrupted) == before
+    assert len(LedgerReader(uninterrupted).metrics("train")) == 6
+
+
+def test_every_trained_token_carries_the_version_that_sampled_it(uninterrupted: Path) -> None:
+    reader = LedgerReader(uninterrupted)
+    published = [e.data["weight_version_before"] for e in reader.events("step")]
+    for record in reader.trajectories(phase="train"):
+        versions = set(record.trajectory.versions())
+        assert versions == {published[record.step - 1]}, "staleness 0: sampled by the weights that the step began with"
+    assert len(set(published)) == 6
+
+
+def test_tokens_are_conserved_against_the_engines_own_count(uninterrupted: Path) -> None:
+    accounts = [e.data["account"] for e in LedgerReader(uninterrupted).events("step")]
+    last = accounts[-1]
+    assert last["sampled"] > 0
+    assert last["sampled"] == sum(v for k, v in last.items() if k != "sampled")
+
+
+def test_supervised_steps_then_rl_resume_inside_the_first_phase(tiny_dir: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "chat.jsonl"
+    chats = [
+        {"messages": [{"role": "user", "content": f"{a}+{b}?"}, {"role": "assistant", "content": str(a + b)}]}
+        for a in range(4)
+        for b in range(4)
+    ]
+    rows.write_text("\n".join(json.dumps(c) for c in chats))
+    sft = [f"data.sft={rows}", "sft.steps=4", "sft.rows_per_step=4", "sft.optimizer.lr=0.01", "schedule.steps=2"]
+
+    class StopSft(Callback):
+        def on_step_end(self, info: StepInfo, control: Control) -> None:
+            if info.phase == "sft" and info.step == 3:
+                control.stop("sft")
+
+    whole = tiny_settings(tiny_dir, tmp_path / "whole", *EXACT, *sft)
+    assert set(train(whole).accuracy) == {"start", "sft", "rl"}
+    broken = tiny_settings(tiny_dir, tmp_path / "broken", *EXACT, *sft)
+    assert train(broken, [StopSft()]).stop_reason == "sft"
+    assert train(broken).finished
+    assert weights_digest(tmp_path / "broken") == weights_digest(tmp_path / "whole")
+    losses = [m.values["sft/loss_metrics/token_nll"] for m in LedgerReader(tmp_path / "whole").metrics("sft")]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+
+
+def test_kl_reference_minibatches_and_epochs_run_and_resume(tiny_dir: Path, tmp_path: Path) -> None:
+    more = [
+        "algorithm.kl_coef=0.05", "algorithm.entropy_coef=0.01", "algorithm.minibatches_per_step=2",
+        "algorithm.epochs_per_step=2", "schedule.steps=3", "checkpoint.every_steps=1",
+    ]  # fmt: skip
+    train(tiny_settings(tiny_dir, tmp_path / "whole", *EXACT, *more))
+    settings = tiny_settings(tiny_dir, tmp_path / "r", *EXACT, *more)
+    train(settings, [StopAt(1)])
+    train(settings)
+    assert weights_digest(tmp_path / "r") == weights_digest(tmp_path / "whole")
+    last = LedgerReader(tmp_path / "r").metrics("train")[-1].values
+    assert last["policy/optimizer_steps"] == 4
+    assert last["policy/policy_kl"] > 0
+    assert last["policy/policy_entropy"] > 0
+
+
+def test_other_settings_are_refused_on_resume_by_name(uninterrupted: Path, tiny_dir: Path) -> None:
+    with pytest.raises(SettingsError, match=r"training\.optimizer\.lr"):
+        train(tiny_settings(tiny_dir, uninterrupted, *EXACT, "training.optimizer.lr=0.5"))
+
+
+def test_changed_data_is_refused_on_resume(tiny_dir: Path, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    row = {"prompt": [{"role": "user", "content": "1+1?"}], "reward_spec": {"ground_truth": "2"}}
+    data.write_text("\n".join(json.dumps({**row, "uid": f"u{i}"}) for i in range(8)))
+    settings = tiny_settings(tiny_dir, tmp_path / "r", *EXACT, f"data.train={data}")
+    train(settings, [StopAt(2)])
+    data.write_text("\n".join(json.dumps({**row, "uid": f"v{i}"}) for i in range(8)))
+    with pytest.raises(CheckpointError, match="data has changed"):
+        train(settings)
+
+
+def test_lr_zero_gives_a_ratio_of_one_at_another_temperature(tiny_dir: Path, tmp_path: Path) -> None:
+    train(
+        tiny_settings(
+            tiny_dir, tmp_path / "r", "training.optimizer.lr=0", "rollout.sampling.temperature=0.7", "schedule.steps=2"
+        )
+    )
+    for row in LedgerReader(tmp_path / "r").metrics("train"):
+        assert row.values["policy/rollout_train_logprobs_abs_diff_max"] < 1e-4
+        assert row.values["policy/loss_metrics/ratio_max"] == pytest.approx(1.0, abs=1e-4)
+
+
+class Flaky(BaseTextEnv):
+    """Raises for one sample in four, else rewards digits."""
+
+    calls = 0
+
+    def __init__(self, env_config: object, extras: dict[str, object]) -> None:
+        super().__init__()
+
+    def step(self, action: str):
+        type(self).calls += 1
+        if type(self).calls % 4 == 0:
+            raise RuntimeError("the sandbox is gone")
+        return {"observations": [], "reward": float(any(c.isdigit() for c in action)), "done": True, "metadata": {}}
+
+
+class Broken(Flaky):
+    def step(self, action: str):
+        raise RuntimeError("always")
+
+
+register(id="flaky_test", entry_point=Flaky)
+register(id="broken_test", entry_point=Broken)
+
+
+def rows_for(env: str, path: Path) -> Path:
+    rows = [{"prompt": [{"role": "user", "content": f"{i}?"}], "env_class": env} for i in range(16)]
+    path.write_text("\n".join(json.dumps(r) for r in rows))
+    return path
+
+
+def test_a_failing_environment_costs_members_not_the_run(tiny_dir: Path, tmp_path: Path) -> None:
+    data = rows_for("flaky_test", tmp_path / "d.jsonl")
+    result = train(tiny_settings(tiny_dir, tmp_path / "r", f"data.train={data}", "schedule.steps=3", "data.eval=[]"))
+    assert result.finished
+    records = LedgerReader(tmp_path / "r").trajectories(phase="train")
+    kinds = Counter(r.disposition for r in records)
+    assert kinds["superseded"] > 0, "a retryable failure was tried again"
+    for record in records:
+        if record.disposition == "failed":
+            assert record.advantage is None
+
+
+def test_a_hopeless_environment_stops_the_run_naming_the_fault(tiny_dir: Path, tmp_path: Path) -> None:
+    data = rows_for("broken_test", tmp_path / "d.jsonl")
+    with pytest.raises(BudgetExceededError, match="always"):
+        train(tiny_settings(tiny_dir, tmp_path / "r", f"data.train={data}", "data.eval=[]"))
+    errors = LedgerReader(tmp_path / "r").events("error")
+    assert "BudgetExceededError" in errors[-1].data["message"]
