@@ -93,6 +93,20 @@ def test_a_wrong_example_is_noticed(tmp_path: Path) -> None:
         run_blocks(page)
 
 
+def test_sql_examples_run(tmp_path: Path) -> None:
+    from ledger_synthetic import make_run
+    from slipstream.ledger import query
+
+    run = make_run(tmp_path / "run", steps=2, prompts=2, size=4, eval_prompts=4)
+    statements = [code for _, code in blocks(DOCS / "ledger.md", "sql")]
+    assert len(statements) >= 5
+    for statement in statements:
+        assert query(run, statement).columns
+    curve, fates = query(run, statements[0]), query(run, statements[1])
+    assert len(curve.rows) == 2
+    assert sum(row[1] for row in fates.rows) == 2 * 2 * 4
+
+
 # ---- links
 
 
@@ -181,11 +195,19 @@ def test_cli_page_names_exactly_the_options() -> None:
     assert named == options - {"--help"}
 
 
-def test_readme_shows_only_files_that_exist() -> None:
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_named_files_exist(page: Path) -> None:
+    spans = _CODE_SPAN.findall(_BLOCK.sub("", page.read_text()))
+    named = [
+        word for span in spans for word in span.split() if re.fullmatch(r"(src|tests|docs|examples)/[\w./-]+", word)
+    ]
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_reading_order_has_six_files() -> None:
     order = (ROOT / "README.md").read_text().partition("## Read the code in this order")[2]
     files = re.findall(r"\]\((src/[^)]+)\)", order.partition("## Licence")[0])
     assert len(files) == 6
-    assert all((ROOT / file).is_file() for file in files)
 
 
 def test_documents_name_only_settings_that_exist() -> None:
