@@ -6,7 +6,8 @@ virtual environment of its own, made here on first use.
 
 A *side* is a process (``slipstream`` or ``trl``) with one dtype and one prompt length; it makes one warm-up step and
 ``--steps`` timed ones.  Sides of one case alternate ``--rounds`` times, and the median over all timed steps counts, so
-that a busy neighbour hits both.  TRL runs without gradient checkpointing, which is faster here than its default.
+that a busy neighbour hits both; ``cpu`` is processor time, which on one thread (``--threads 1``) a neighbour hardly
+moves.  TRL runs without gradient checkpointing, which is faster here than its default.
 
     python benchmarks/vs_trl.py                      # writes benchmarks/results/vs_trl.json
     python benchmarks/vs_trl.py --lengths short --dtypes float32 --steps 1 --rounds 1
@@ -94,7 +95,7 @@ async def _slipstream_steps(options: argparse.Namespace) -> list[dict[str, float
     times = []
     try:
         for step in range(options.steps + 1):
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.process_time()
             results = await replica.generate_many(_requests(ids, step))
             generated = time.perf_counter()
             batch = _batch(ids, results, step)
@@ -111,6 +112,7 @@ async def _slipstream_steps(options: argparse.Namespace) -> list[dict[str, float
                     "update": updated - generated,
                     "handover": end - updated,
                     "total": end - start,
+                    "cpu": time.process_time() - busy,
                 }
             )
     finally:
@@ -174,20 +176,20 @@ def run_trl(options: argparse.Namespace) -> list[dict[str, float]]:
     import transformers
     from trl import GRPOConfig, GRPOTrainer
 
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads)
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     texts = prompts(options.length, tokenizer)
     steps: list[dict[str, float]] = []
 
     class Clock(transformers.TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            steps.append({"generation": 0.0, "start": time.perf_counter()})
+            steps.append({"generation": 0.0, "start": time.perf_counter(), "cpu": -time.process_time()})
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             step = steps[-1]
             step["total"] = time.perf_counter() - step.pop("start")
             step["update"] = step["total"] - step["generation"]
+            step["cpu"] += time.process_time()
 
     class Timed(GRPOTrainer):
         def _generate(self, *args: Any, **kwargs: Any) -> Any:
