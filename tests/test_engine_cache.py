@@ -247,6 +247,22 @@ async def test_idle_blocks_are_evicted_for_new_requests():
         assert (await engine.generate(request(prompt(80, 0)))).cached_tokens == 0
 
 
+async def test_blocks_that_rows_hold_too_are_given_up_for_room():
+    """Distinct prompts whose blocks and copies do not fit together: the copies stay, decoding reads one buffer."""
+    model, _ = model_and_tokenizer()
+    asked = [request(prompt(60, n), max_tokens=40, seed=n) for n in range(4)]
+    async with running(kv_cache_tokens=4 * (60 + 40) + 20) as engine:
+        task = asyncio.gather(*(engine.generate(ask) for ask in asked))
+        copied = 0
+        while not task.done():
+            blocks = await engine._call(lambda core: (len(core.decoding), len(core._shared), core.tree.tokens))
+            copied = max(copied, blocks[0] if blocks[1] == 0 else 0)
+            await asyncio.sleep(0)
+        for ask, got in zip(asked, await task, strict=True):
+            assert gap(model, ask, got) < 2e-4
+    assert copied == 4
+
+
 async def test_requests_wait_for_room_and_all_finish():
     model, _ = model_and_tokenizer()
     asked = [request(prompt(40, n), max_tokens=20, seed=n) for n in range(10)]

@@ -219,7 +219,7 @@ async def test_a_checksum_sees_one_wrong_number_in_a_packed_matrix():
     async with running() as engine:
         before = dict(await engine.checksum())
         layer: PackedLinear = engine._core.runner._stack[1].qkv
-        plain = layer.rows(0, layer.out_features).clone()
+        plain = layer.plain().clone()
         plain[70, 3] += 1e-3  # in the rows of k_proj
         layer.write_rows(0, layer.out_features, plain)
         layer.commit()

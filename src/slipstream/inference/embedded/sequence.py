@@ -89,6 +89,11 @@ class Sequence:
         """Tokens whose keys are in the row: all from ``row_start`` but the newest, which has not been fed yet."""
         return len(self.prompt) + len(self.output) - 1 - self.row_start
 
+    @property
+    def row_need(self) -> int:
+        """Tokens that the row must be able to hold: all that its blocks do not."""
+        return len(self.prompt) + self.limit - (self.leaf.end if self.leaf is not None else 0)
+
     def draw(self) -> Draw:
         """How to sample the next token."""
         position = len(self.output)
