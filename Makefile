@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 SEED   ?= 0
 FULL   ?=
 
-.PHONY: setup quickstart test lint types docs drill bench-trl bench-decode bench results clean
+.PHONY: setup quickstart test lint types docs drill bench-trl bench-decode results clean
 
 setup: $(STAMP)
 

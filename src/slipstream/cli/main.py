@@ -73,9 +73,10 @@ def _root(
 def quickstart(
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 0,
     full: Annotated[bool, typer.Option("--full", help="The longer run (about 25 minutes on 2 cores).")] = False,
-    run_dir: Annotated[Path, typer.Option(help="Where the run is written; the same command goes on there.")] = Path(
-        "runs/quickstart"
-    ),
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(help="Where the run is written; by default runs/quickstart links to one directory per seed."),
+    ] = None,
 ) -> None:
     """Train a small model to write SQL, from nothing to a report, in about 10 minutes."""
     from slipstream.trainers.quickstart import quickstart as run_quickstart
@@ -112,8 +113,9 @@ def sft(items: Items = None) -> None:
 def _finish(result: RunResult, items: list[str], command: str) -> None:
     """Say how a run ended; an interrupted one exits with 130."""
     named = {"start": "untrained", "sft": "after SFT", "rl": "after RL"}
-    for stage, accuracy in result.accuracy.items():
-        print(f"{named.get(stage, stage)}: mean evaluation score {accuracy:.3f}")
+    for stage, title in named.items():
+        if stage in result.accuracy:
+            print(f"{title}: mean evaluation score {result.accuracy[stage]:.3f}")
     print(f"{result.steps} RL steps, {result.seconds / 60:.1f} minutes, peak memory {result.peak_memory_gb:.1f} GB")
     if result.report is not None:
         print(f"report: {result.report}")
@@ -176,10 +178,11 @@ def generate(
 
 def _without_training(items: list[str], model: str) -> RunSettings:
     """Settings for a command that trains nothing; what concerns training is not judged."""
-    from slipstream.cli.inputs import load
+    from slipstream.cli.inputs import load, quiet_loading
 
     settings = load(items).settings
     chosen = settings.model.model_copy(update={"path": model}) if model else settings.model
+    quiet_loading(chosen.path)
     return settings.model_copy(update={"model": chosen})
 
 
@@ -202,7 +205,10 @@ def serve(
 
     if port:
         server.bind(host, port).close()  # a port in use is said at once, not after the model has been loaded
+    from slipstream.cli.inputs import quiet_loading
     from slipstream.config.settings import InferenceSettings
+
+    quiet_loading(model)
     from slipstream.inference.embedded.engine import EmbeddedEngine
     from slipstream.inference.embedded.pretrained import load_tokenizer
 

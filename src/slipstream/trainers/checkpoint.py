@@ -4,7 +4,7 @@ Owns: staging, hashing, fsync, the rename, the pointer, pruning, and finding the
 Refuses: knowing what is inside; callers fill a directory and give a JSON state.  No pickle.
 
 Order of events in ``save``: fill ``.staging-*`` -> hash every file into ``manifest.json`` -> fsync files and
-directory -> rename to ``step-000012`` -> write and rename the pointer ``latest`` -> prune.  A kill between any
+directory -> rename to ``rl-000012`` -> write and rename the pointer ``latest`` -> prune.  A kill between any
 two of them leaves the previous checkpoint in charge.
 """
 

@@ -43,6 +43,9 @@ class Parts:
     fingerprint: str
     deadline: float
     generator: TurnGenerator = field(init=False)
+    receipts: Sequence[Receipt] = ()
+    stale: bool = True
+    """The policy's weights are not (known to be) those that the engine serves."""
     closing: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
     _listeners: list[OnEvent] = field(default_factory=list)
 
@@ -72,7 +75,16 @@ class Parts:
 
     async def publish(self) -> Sequence[Receipt]:
         """Publish the policy's present weights under the next version; raises ``PublishError``."""
-        return await self.publisher.publish(self.backend.export_weights("policy"), self.counter.next())
+        version = self.counter.next()
+        self.receipts = await self.publisher.publish(self.backend.export_weights("policy"), version)
+        self.stale = False
+        return self.receipts
+
+    async def ensure_published(self) -> str:
+        """The version that the engine serves, after a publish if the policy has changed since the last one."""
+        if self.stale:
+            await self.publish()
+        return str(self.counter.current)
 
     async def close(self) -> None:
         """Close everything, last built first."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from slipstream.config import load_settings
 from slipstream.config.settings import RunSettings
+from slipstream.errors import SettingsError
 from slipstream.trainers.run import RunResult, train
 
 _HERE = Path(__file__).parent
@@ -37,17 +38,18 @@ class QuickstartResult:
 def quickstart_settings(seed: int = 0, full: bool = False, run_dir: Path | None = None) -> RunSettings:
     """The settings of the short or the full quickstart.
 
-    The default directory is ``runs/quickstart``; other seeds and the full version get a directory of their own.
+    Every seed and length has a directory of its own; ``runs/quickstart`` is a link to the one that was started last.
     """
     files = [_HERE / "quickstart.yaml", *([_HERE / "quickstart_full.yaml"] if full else [])]
-    name = "quickstart" + ("-full" if full else "") + (f"-seed{seed}" if seed else "")
-    directory = run_dir if run_dir is not None else Path("runs") / name
+    directory = run_dir if run_dir is not None else Path("runs") / f"quickstart{'-full' if full else ''}-seed{seed}"
     return load_settings(files, [f"seed={seed}", f"run_dir={directory}"]).settings
 
 
 def quickstart(seed: int = 0, full: bool = False, run_dir: Path | None = None) -> QuickstartResult:
     """Train, evaluate, write ``summary.json`` and ``report.html``; resumes an interrupted quickstart."""
     settings = quickstart_settings(seed, full, run_dir)
+    if run_dir is None:
+        _link(Path("runs") / "quickstart", settings.run_dir)
     result = train(settings)
     summary = _summary(settings, result)
     path = result.run_dir / SUMMARY
@@ -56,6 +58,16 @@ def quickstart(seed: int = 0, full: bool = False, run_dir: Path | None = None) -
         temporary.write_text(json.dumps(summary, indent=1) + "\n")
         os.replace(temporary, path)
     return QuickstartResult(summary, path, result.report, _words(summary, result), result.finished)
+
+
+def _link(link: Path, target: Path) -> None:
+    """Point ``link`` at ``target``, atomically; a real directory of that name is somebody's work and stays."""
+    if link.exists() and not link.is_symlink():
+        raise SettingsError(f"{link} is a directory of its own; move it away, or choose another with --run-dir")
+    link.parent.mkdir(parents=True, exist_ok=True)
+    temporary = link.with_name(f".{link.name}-{os.getpid()}")
+    temporary.symlink_to(target.name, target_is_directory=True)
+    os.replace(temporary, link)
 
 
 def _summary(settings: RunSettings, result: RunResult) -> dict[str, Any]:
@@ -85,7 +97,7 @@ def _words(summary: Mapping[str, Any], result: RunResult) -> str:
         f"Report: {result.report}",
         "Next:",
         "  make quickstart FULL=1                                  a longer run with a larger gain",
-        f'  slipstream ledger {result.run_dir} "SELECT data_source, avg(reward) FROM trajectories GROUP BY 1"',
+        f"  slipstream ledger {result.run_dir} 'SELECT data_source, avg(total_reward) FROM trajectories GROUP BY 1'",
         "  docs/environments.md                                    train on an environment of your own",
     ]
     return "\n".join(lines)

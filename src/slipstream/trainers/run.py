@@ -41,8 +41,7 @@ from slipstream.trainers.parts import Parts, build_parts
 from slipstream.trainers.sft import SftTrainer
 from slipstream.trainers.update import PolicyUpdate, within
 from slipstream.trajectory import Group
-
-SUMMARY = "summary.json"
+from slipstream.weights import VersionCounter
 
 
 @dataclass
@@ -55,7 +54,9 @@ class Progress:
     schedule: dict[str, Any] | None = None
     evals: dict[str, dict[str, Any]] = field(default_factory=dict)
     seconds: float = 0.0
+    peak_memory_gb: float = 0.0
     data_fingerprint: str = ""
+    finished: bool = False
 
     @property
     def name(self) -> str:
@@ -112,6 +113,9 @@ class Run:
         check(self.settings).raise_if_refused()
         self.run_dir.mkdir(parents=True, exist_ok=True)
         found = self._find_checkpoint()
+        if found is not None and found.state["progress"]["finished"]:
+            self.progress = Progress(**found.state["progress"])
+            return self._result(self._report())
         incarnation = next_incarnation(self.run_dir)
         with Ledger(self.run_dir, incarnation) as self.ledger:
             self.ledger.event(
@@ -154,6 +158,8 @@ class Run:
             await self._evaluate_once("rl" if settings.schedule.steps else "sft", progress.rl_steps)
         if self.control.stop_reason is None:
             await self._export()
+            progress.finished = True
+            self._save()
         notify(self.callbacks, "on_train_end", self._info(), self.control)
 
     async def _sft(self) -> None:
@@ -187,6 +193,7 @@ class Run:
 
     def _sft_border(self, step: int) -> None:
         self.progress.sft_steps = step
+        self.parts.stale = True
         every = self.settings.checkpoint.every_steps
         if step == self.settings.sft.steps or self.control.stop_reason is not None or (every and step % every == 0):
             self._save()
@@ -200,7 +207,7 @@ class Run:
             )
             if "reference" in parts.backend.handles:
                 await within(parts.backend.set_reference(), parts.deadline, "phase change")
-        version = (await self._publish()).version
+        version = await self._serving()
         schedule = build_schedule(settings.schedule, self._judge)
         if progress.schedule is not None:
             schedule.load_state_dict(progress.schedule)
@@ -230,10 +237,16 @@ class Run:
     # -- hooks of the loop -------------------------------------------------------------------------------------
 
     async def _publish(self) -> Published:
-        receipts = await self.parts.publish()
-        version = str(receipts[0].version)
-        self.ledger.event("publish", version=version, receipts=[r.to_json() for r in receipts])
-        return Published(version, receipts)
+        self.parts.stale = True
+        return Published(await self._serving(), self.parts.receipts)
+
+    async def _serving(self) -> str:
+        """The version the engine serves, published first when the policy has changed."""
+        changed = self.parts.stale
+        version = await self.parts.ensure_published()
+        if changed:
+            self.ledger.event("publish", version=version, receipts=[r.to_json() for r in self.parts.receipts])
+        return version
 
     def _save_rl(self, step: int) -> None:
         self.progress.rl_steps = step
@@ -254,15 +267,16 @@ class Run:
 
     async def _evaluate_once(self, stage: Stage, step: int) -> None:
         """Evaluate unless a checkpoint already holds this stage's score; then save, so that it is not done twice."""
-        if stage in self.progress.evals and stage != "rl":
+        if self.progress.evals.get(stage, {}).get("step") == step:
             return
         await self._evaluate(stage, step)
-        self._save()
+        if stage != "rl":
+            self._save()
 
     async def _evaluate(self, stage: Stage, step: int) -> EvalResult | None:
         if not self.parts.eval_rows:
             return None
-        receipts = await self.parts.publish()
+        version = await self._serving()
         evaluator = Evaluator(
             self.parts.generator,
             self.parts.eval_rows,
@@ -272,7 +286,7 @@ class Run:
             deadline=self.settings.schedule.step_deadline_seconds,
             spec={"seed": self.settings.seed, "data": list(self.settings.data.eval)},
         )
-        result = await evaluator(stage, step, str(receipts[0].version))
+        result = await evaluator(stage, step, version)
         self.progress.evals[stage] = {"step": step, "accuracy": result.accuracy, "scores": dict(result.scores)}
         self.sinks.log(dict(result.scores), step)
         return result
@@ -295,8 +309,7 @@ class Run:
         return found
 
     def _save(self) -> None:
-        self.progress.seconds += time.perf_counter() - self._started
-        self._started = time.perf_counter()
+        self._count_seconds()
         state = {
             "progress": asdict(self.progress),
             "settings": self.settings.model_dump(mode="json"),
@@ -335,6 +348,9 @@ class Run:
         if self.parts.keeps_reference:
             call = backend.load("reference", found.directory / "reference")
             await within(call, self.parts.deadline, "loading the reference")
+        # The same weights keep their number in the new incarnation, so that numbers stay aligned with steps.
+        number = int(found.state["version"]["counter"])
+        self.parts.counter = VersionCounter("policy", self.ledger.incarnation, max(number - 1, 0))
         lost = self.ledger.rewind(self.progress.rl_steps)
         self.sinks.note(
             f"resumed from {found.directory.name}: {self.progress.sft_steps} supervised and "
@@ -352,16 +368,38 @@ class Run:
         return StepInfo("rl", self.progress.rl_steps, self.settings.schedule.steps)
 
     def _finish(self) -> RunResult:
-        settings, progress = self.settings, self.progress
-        finished = progress.rl_steps >= settings.schedule.steps and progress.sft_steps >= settings.sft.steps
-        seconds = progress.seconds + time.perf_counter() - self._started
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 2**30
+        progress = self.progress
+        self._count_seconds()
+        self.ledger.event(
+            "run_finished",
+            finished=progress.finished,
+            stop_reason=self.control.stop_reason,
+            seconds=progress.seconds,
+            peak_memory_gb=progress.peak_memory_gb,
+        )
+        return self._result(self._report())
+
+    def _count_seconds(self) -> None:
+        now = time.perf_counter()
+        self.progress.seconds += now - self._started
+        self._started = now
+        self.progress.peak_memory_gb = max(self.progress.peak_memory_gb, _peak_memory_gb())
+
+    def _report(self) -> Path | None:
+        return write_report(self.run_dir) if self.settings.logging.report else None
+
+    def _result(self, report: Path | None) -> RunResult:
+        progress = self.progress
         accuracy = {stage: float(entry["accuracy"]) for stage, entry in progress.evals.items()}
-        self.ledger.event("run_finished", finished=finished, stop_reason=self.control.stop_reason, seconds=seconds,
-                          peak_memory_gb=peak)  # fmt: skip
-        report = write_report(self.run_dir) if settings.logging.report else None
         return RunResult(
-            self.run_dir, progress.rl_steps, finished, self.control.stop_reason, accuracy, seconds, peak, report
+            self.run_dir,
+            progress.rl_steps,
+            progress.finished,
+            self.control.stop_reason,
+            accuracy,
+            progress.seconds,
+            progress.peak_memory_gb,
+            report,
         )
 
     @contextlib.asynccontextmanager
@@ -373,6 +411,12 @@ class Run:
             yield parts
         finally:
             await parts.close()
+
+
+def _peak_memory_gb() -> float:
+    """Peak resident memory of this process, in GiB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
 
 
 @contextlib.contextmanager
