@@ -136,6 +136,25 @@ def test_rows_of_a_group_share_their_prompt_and_a_lone_row_shares_nothing():
     assert g0.inputs_T[:3].tolist() == [1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("system", "question", "members", "by_batch"), [(40, 4, 1, True), (40, 30, 4, False), (8, 4, 1, False)]
+)
+def test_a_batch_shares_the_common_beginning_of_its_prompts_where_that_is_less_work(
+    system: int, question: int, members: int, by_batch: bool
+):
+    groups = []
+    for g in range(3):
+        ids = [*range(100, 100 + system), *range(1000 * (g + 1), 1000 * (g + 1) + question)]
+        rows = (Row((Span.prompt(ids), sampled([10]))),)
+        own = tuple(trajectory(f"{g}{i}", float(i), group=f"g{g}", sample=i, rows=rows) for i in range(members))
+        groups.append(Group(f"g{g}", f"g{g}", members, own))
+    rows = compile_batch(groups, None, "token_mean").rows
+    if by_batch:
+        assert {(r.prefix_key.partition(":")[0], r.shared_prefix) for r in rows} == {("batch", system)}
+    else:
+        assert not any(r.prefix_key.startswith("batch:") for r in rows)
+
+
 def test_different_prompts_in_one_group_do_not_share():
     members = (
         trajectory("a", 1.0, sample=0),

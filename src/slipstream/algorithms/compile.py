@@ -31,6 +31,9 @@ Mode = Literal["policy", "likelihood"]
 Advantage = float | FloatArray
 """One number for the whole trajectory, or ``(S,)``: one per sampled token, in row order."""
 
+_WORTHWHILE = 16
+"""Tokens: a shorter common prefix of a batch costs more bookkeeping than it saves."""
+
 KEPT_SETS = "kept_sets"
 """Token-aligned side channel: the ids that a truncating sampler kept, needed to train on such a token."""
 
@@ -87,13 +90,16 @@ def compile_batch(
     that nothing predicts; a row whose spans were sampled under different specs; greedy or truncated sampling.
     """
     rows: list[BatchRow] = []
+    unshared: list[BatchRow] = []
     for group in groups:
         fresh: list[BatchRow] = []
         for member in group.members:
             eligible = member.votes if mode == "policy" else member.outcome.votes
             if eligible and member.trajectory_id not in excluded:
                 fresh.extend(_trajectory_rows(member, advantages, mode))
+        unshared.extend(fresh)
         rows.extend(_share_prefixes(group, fresh))
+    rows = _share_across_groups(rows, unshared)
     if mode == "policy" and advantages is not None:
         known = {m.trajectory_id for g in groups for m in g.voters}
         if alien := sorted(set(advantages) - known):
@@ -256,6 +262,29 @@ def _share_prefixes(group: Group, rows: Sequence[BatchRow]) -> list[BatchRow]:
             else:
                 out[i] = replace(rows[i], prefix_key=f"{group.group_id}:{digest}")
     return out
+
+
+def _share_across_groups(rows: list[BatchRow], unshared: Sequence[BatchRow]) -> list[BatchRow]:
+    """One prefix for the whole batch where that is less work than one per group.
+
+    Prompts of different groups often begin alike (a system message, a schema, worked examples).  Supervised rows, of
+    which each is a group of its own, share nothing otherwise.  ``unshared`` are the same rows with ``shared_prefix``
+    still the length of their prompt.
+    """
+    if len(rows) < 2:
+        return rows
+    common = min(row.shared_prefix for row in unshared)
+    first = unshared[0].inputs_T
+    for row in unshared[1:]:
+        differs = np.flatnonzero(row.inputs_T[:common] != first[:common])
+        common = int(differs[0]) if len(differs) else common
+    stems = {row.prefix_key: row.shared_prefix for row in rows if row.prefix_key}
+    by_group = sum(len(row.inputs_T) - row.shared_prefix for row in rows) + sum(stems.values())
+    by_batch = sum(len(row.inputs_T) - common for row in rows) + common
+    if common < _WORTHWHILE or by_batch >= by_group:
+        return rows
+    digest = hashlib.blake2b(first[:common].tobytes(), digest_size=8).hexdigest()
+    return [replace(row, prefix_key=f"batch:{digest}", shared_prefix=common) for row in rows]
 
 
 @dataclass(frozen=True)
