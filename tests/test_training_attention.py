@@ -23,6 +23,7 @@ def layout(*blocks):
 
 
 MIXED = layout(Block(0, 7, (3, 5, 0, 2)), Block(17, 9), Block(26, 40, (33, 48)))
+EVEN = layout(Block(0, 5), Block(5, 30, (6, 6, 6)), Block(53, 1, (1,)))
 
 
 def qkv(total, heads, kv_heads, dtype):
@@ -35,12 +36,13 @@ def qkv(total, heads, kv_heads, dtype):
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 5e-6), (torch.bfloat16, 2e-2)]
 )
-def test_blockwise_equals_the_dense_mask(heads, kv_heads, dtype, tolerance):
-    total = MIXED.n_tokens
+@pytest.mark.parametrize("packed", [MIXED, EVEN], ids=["mixed", "even"])
+def test_blockwise_equals_the_dense_mask(packed, heads, kv_heads, dtype, tolerance):
+    total = packed.n_tokens
     inputs = qkv(total, heads, kv_heads, dtype)
     doubles = [x.detach().double().requires_grad_() for x in inputs]
     weight = torch.randn(1, total, heads, 16, dtype=dtype)
-    with active_layout(MIXED, CPU):
+    with active_layout(packed, CPU):
         got, _ = blockwise_forward(None, *inputs, None)
         want, _ = masked_forward(None, *doubles, None)
     torch.testing.assert_close(got.double(), want, rtol=0, atol=tolerance)

@@ -174,8 +174,8 @@ class _Branches:
     longest: int
     gather: Tensor
     """``(n * longest,)`` packed positions."""
-    real: Tensor
-    """``(total branch tokens,)`` places in the padded grid, in packed order."""
+    real: Tensor | None
+    """``(total branch tokens,)`` places in the padded grid, in packed order; None when no place is empty."""
 
     @classmethod
     def of(cls, block: Block, device: torch.device) -> _Branches | None:
@@ -186,9 +186,9 @@ class _Branches:
         longest = int((ends - starts).max())
         grid = starts[:, None] + torch.arange(longest)
         inside = grid < ends[:, None]
-        real = inside.flatten().nonzero()[:, 0]
-        gather = torch.where(inside, grid, block.split).flatten()
-        return cls(len(spans), longest, gather.to(device), real.to(device))
+        gather = torch.where(inside, grid, block.split).flatten().to(device)
+        real = None if bool(inside.all()) else inside.flatten().nonzero()[:, 0].to(device)
+        return cls(len(spans), longest, gather, real)
 
 
 class _Heads:
@@ -218,12 +218,14 @@ class _Heads:
     def from_own(self, x: Tensor, at: _Branches) -> Tensor:
         """``(K * n, r, longest, D)`` -> ``(K, r, total branch tokens, D)``."""
         grid = x.unflatten(0, (self.kv, at.count)).transpose(1, 2)
-        return grid.flatten(2, 3)[:, :, at.real]
+        return grid.flatten(2, 3) if at.real is None else grid.flatten(2, 3)[:, :, at.real]
 
     def to_own(self, x: Tensor, at: _Branches) -> Tensor:
         """The inverse of ``from_own``; places without a token become 0."""
-        grid = x.new_zeros((self.kv, self.repeats, at.count * at.longest, *x.shape[3:]))
-        grid[:, :, at.real] = x
+        grid = x
+        if at.real is not None:
+            grid = x.new_zeros((self.kv, self.repeats, at.count * at.longest, *x.shape[3:]))
+            grid[:, :, at.real] = x
         return grid.unflatten(2, (at.count, at.longest)).transpose(1, 2).flatten(0, 1)
 
 
