@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 
 import numpy as np
@@ -409,3 +410,19 @@ async def transcript(delays):
 
 async def test_exact_mode_gives_equal_bits_whatever_the_timing():
     assert await transcript([0, 0, 0]) == await transcript([0.05, 0.002, 0.1])
+
+
+async def test_exact_mode_never_mixes_two_calls_in_a_batch(monkeypatch):
+    async with running(determinism="exact", max_batch_size=3) as engine:
+        seen = []
+        step = engine._core.step
+
+        def watched():
+            step()
+            seen.append({s.batch for s in engine._core.running})
+
+        monkeypatch.setattr(engine._core, "step", watched)
+        calls = [[request(prompt(6, m), max_tokens=5 + 9 * m, seed=m) for m in range(4)] for _ in range(3)]
+        await asyncio.gather(*(engine.generate_many(call) for call in calls))
+    assert {len(batches) for batches in seen} <= {0, 1}
+    assert [b for b, _ in itertools.groupby(min(x) for x in seen if x)] == [1, 2, 3]

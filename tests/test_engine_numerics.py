@@ -77,6 +77,30 @@ async def test_sharing_blocks_changes_no_numbers(monkeypatch, cost):
             assert gap(model, ask, got) < TOLERANCE
 
 
+async def test_a_row_follows_its_prompt_into_and_out_of_sharing(monkeypatch):
+    """Alone, a prompt is copied to the row; when others join it is read together; when they leave, copied back."""
+    monkeypatch.setattr(sharing.row_starts, "__defaults__", (10,))
+    model, _ = model_and_tokenizer()
+    ids = prompt(40)
+    first, others = request(ids, max_tokens=200), [request(ids, max_tokens=20, seed=n) for n in range(3)]
+    async with running() as engine:
+        starts = []
+        step = engine._core.step
+
+        def watched():
+            step()
+            starts.extend(s.row_start for s in engine._core.decoding if s.request is first)
+
+        monkeypatch.setattr(engine._core, "step", watched)
+        task = asyncio.create_task(engine.generate(first))
+        while (await engine.metrics())["generation_tokens_total"] < 20:
+            await asyncio.sleep(0.001)
+        results = [*await engine.generate_many(others), await task]
+    assert [start for start, _ in itertools.groupby(starts[1:])] == [0, 40, 0]
+    for ask, got in zip([*others, first], results, strict=True):
+        assert gap(model, ask, got) < TOLERANCE
+
+
 async def test_copies_that_do_not_fit_are_read_in_place():
     """A cache too small to copy prompts into rows still decodes, and right."""
     model, _ = model_and_tokenizer()
