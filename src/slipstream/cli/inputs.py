@@ -81,7 +81,7 @@ def make_plan(loaded: Loaded, *, count: bool, environ: Mapping[str, str] = os.en
         count_rows(settings.data.train, settings) if count else None,
         count_rows(settings.data.eval, settings) if count else None,
         notes=[*loaded.notes, *environment_notes(environ)],
-        problems=_algorithm_problems(settings),
+        problems=[*_algorithm_problems(settings), *_missing_files(settings)],
         memory_bytes=psutil.virtual_memory().total,
     )
 
@@ -99,6 +99,28 @@ def _algorithm_problems(settings: RunSettings) -> list[Problem]:
     )
 
 
+def _missing_files(settings: RunSettings) -> list[Problem]:
+    """Data files that are not here; a run would stop at them, a plan only warns."""
+    from slipstream.config import Problem
+
+    return [
+        Problem(
+            (f"data.{part}",),
+            f"{source} is not here, so its rows are not counted and a run would stop",
+            "prepare it before the run",
+            "warning",
+        )
+        for part in ("train", "eval", "sft")
+        for source in getattr(settings.data, part)
+        if _is_path(source) and not Path(source).expanduser().exists()
+    ]
+
+
+def _is_path(source: str) -> bool:
+    """Whether a source names a file or directory, and not a built-in task or a hub data set."""
+    return not source.startswith("builtin:") and (bool(Path(source).suffix) or Path(source).is_absolute())
+
+
 def runnable(items: Sequence[str], *extra: str) -> RunSettings:
     """Settings that the plan does not refuse; its warnings go to stderr."""
     loaded = load(items, *extra)
@@ -106,7 +128,19 @@ def runnable(items: Sequence[str], *extra: str) -> RunSettings:
     plan.raise_if_refused()
     for problem in plan.warnings:
         print(f"warning: {problem}", file=sys.stderr)
+    quiet_loading(loaded.settings.model.path)
     return loaded.settings
+
+
+def quiet_loading(path: str) -> None:
+    """No progress bars while a model that is here is read; those of a download from the hub stay.
+
+    Call it before transformers is imported: the variable is read then.
+    """
+    from slipstream.config.facts import BUNDLED_NAME
+
+    if path == BUNDLED_NAME or Path(path).expanduser().is_dir():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def count_rows(sources: Sequence[str], settings: RunSettings) -> int | None:
@@ -133,8 +167,7 @@ def _cheap(source: str) -> bool:
     path = Path(source).expanduser()
     if path.is_dir():
         return sum(file.stat().st_size for file in path.iterdir() if file.is_file()) <= COUNTED_BYTES
-    # A name that is no file here goes to the reader, which says so; only a hub name (owner/name) would be fetched.
-    return path.stat().st_size <= COUNTED_BYTES if path.is_file() else bool(path.suffix) or path.is_absolute()
+    return path.is_file() and path.stat().st_size <= COUNTED_BYTES
 
 
 def sft_settings(items: Sequence[str]) -> RunSettings:
