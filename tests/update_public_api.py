@@ -162,7 +162,8 @@ def _options(function: Any) -> Iterator[str]:
         shown = name if isinstance(info, typer.models.ArgumentInfo) else "--" + name.replace("_", "-")
         # typer takes the first name for a default when it stands inside Annotated.
         first = (info.default,) if isinstance(info.default, str) else ()
-        yield f"    {' '.join((*first, *(info.param_decls or ())) or (shown,))}  {typed.removeprefix('typing.')}  {default}"
+        names = (*first, *(info.param_decls or ())) or (shown,)
+        yield f"    {' '.join(names)}  {typed.removeprefix('typing.')}  {default}"
 
 
 if __name__ == "__main__":

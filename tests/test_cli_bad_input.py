@@ -1,0 +1,279 @@
+"""Bad input: one line that names the thing and the mend, exit code 2, nothing lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli_helpers import slipstream, tiny_run, write_rows
+from slipstream.envs import BaseTextEnv, BaseTextEnvStepOutput, deregister, register
+from slipstream.envs.arithmetic import arithmetic_rows
+
+RELEASE = threading.Event()
+
+
+class FaultyEnv(BaseTextEnv):
+    """Does what the row's ``fault`` says."""
+
+    def __init__(self, env_config: Any = None, extras: Any = None) -> None:
+        super().__init__()
+        self.fault = (extras or {}).get("fault")
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        reward: Any = float(len(action))
+        if self.fault == "raises":
+            raise KeyError("no such table")
+        if self.fault == "hangs":
+            RELEASE.wait(60)
+        if self.fault == "nan":
+            reward = float("nan")
+        if self.fault == "type":
+            return ["not", "a", "step", "output"]  # type: ignore[return-value]
+        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
+
+
+@pytest.fixture
+def faulty() -> Iterator[str]:
+    RELEASE.clear()
+    register("faulty", FaultyEnv)
+    yield "faulty"
+    deregister("faulty")
+    RELEASE.set()  # lets hung threads end
+
+
+def refused(*arguments: object) -> str:
+    """The message of a command that must be refused, in one line per error and without a traceback."""
+    done = slipstream(*arguments)
+    assert done.exit_code == 2, done.output
+    assert "Traceback" not in done.output
+    assert "error: " in done.output
+    return " ".join(done.output.split())
+
+
+# ---- settings
+
+
+def test_an_unknown_key_is_named_with_its_nearest() -> None:
+    assert "Did you mean schedule.steps" in refused("train", "schedule.stpes=3")
+
+
+def test_a_contradiction_between_native_and_skyrls_key() -> None:
+    said = refused("train", "schedule.prompts_per_step=4", "trainer.train_batch_size=8")
+    assert "contradicts" in said
+    assert "keep one of them" in said
+
+
+def test_a_contradiction_between_settings_stops_before_the_model_loads(tmp_path: Path) -> None:
+    said = refused("train", *tiny_run(tmp_path / "nowhere", tmp_path / "run", rollout__samples_per_prompt=1))
+    assert "every advantage is 0" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_word_that_is_neither_file_nor_override() -> None:
+    assert "neither a file here nor of the form key=value" in refused("plan", "missing.yaml")
+
+
+def test_a_module_that_cannot_be_imported() -> None:
+    assert "env.modules: 'no_such_module_here' cannot be imported" in refused(
+        "train", "env.modules=no_such_module_here"
+    )
+
+
+def test_debug_shows_the_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    done = slipstream("--debug", "train", "schedule.stpes=3")
+    assert done.exit_code == 2
+    assert "Traceback" in done.output
+    assert "SettingsError" in done.output
+
+
+# ---- models
+
+
+@pytest.mark.parametrize(
+    ("removed", "said"),
+    [
+        ("model.safetensors", "no weights"),
+        ("tokenizer.json", "no usable tokenizer"),
+        ("config.json", "no config.json"),
+    ],
+)
+def test_a_model_directory_that_lacks_something(tiny_dir: Path, tmp_path: Path, removed: str, said: str) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_dir, model)
+    (model / removed).unlink()
+    if removed == "tokenizer.json":
+        (model / "tokenizer_config.json").unlink()
+    message = refused("train", *tiny_run(model, tmp_path / "run"))
+    assert said in message
+    assert str(model) in message
+
+
+# ---- data
+
+
+def test_a_row_without_a_prompt(tiny_dir: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [*arithmetic_rows(1), {"question": "1 + 1?"}])
+    said = refused("train", *tiny_run(tiny_dir, tmp_path / "run", data__train=rows))
+    assert f"{rows} line 2: no 'prompt'" in said
+    assert "add chat messages or text" in said
+
+
+def test_a_prompt_longer_than_the_limit_is_left_out_and_counted(tiny_dir: Path, tmp_path: Path) -> None:
+    long = {**arithmetic_rows(1)[0], "uid": "long", "prompt": "words " * 200}
+    rows = write_rows(tmp_path / "rows.jsonl", [*arithmetic_rows(2), long])
+    done = slipstream("train", *tiny_run(tiny_dir, tmp_path / "run", data__train=rows, schedule__prompts_per_step=2))
+    assert done.exit_code == 0, done.output
+    notes = slipstream("ledger", tmp_path / "run", "SELECT data FROM events WHERE kind = 'note'", "--format", "jsonl")
+    assert "1 longer than 128 tokens" in notes.output
+
+
+def test_only_prompts_longer_than_the_limit(tiny_dir: Path, tmp_path: Path) -> None:
+    long = {**arithmetic_rows(1)[0], "prompt": "words " * 200}
+    rows = write_rows(tmp_path / "rows.jsonl", [long])
+    assert "1 longer than 128 tokens" in refused("train", *tiny_run(tiny_dir, tmp_path / "run", data__train=rows))
+
+
+# ---- serving, and runs that are not there
+
+
+def test_a_port_in_use_is_said_before_the_model_is_looked_at() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = refused("serve", "--model", "/nowhere", "--port", port)
+    assert f"127.0.0.1:{port}" in said
+    assert "--port" in said
+
+
+def test_a_directory_without_a_run(tmp_path: Path) -> None:
+    assert str(tmp_path) in refused("report", tmp_path)
+    assert str(tmp_path) in refused("ledger", tmp_path, "SELECT 1")
+
+
+def test_sql_that_would_write(tiny_dir: Path, tmp_path: Path) -> None:
+    from slipstream.ledger import Ledger
+
+    Ledger(tmp_path, 0).close()
+    assert "read-only" in refused("ledger", tmp_path, "CREATE TABLE t(x INT)")
+
+
+# ---- checkpoints and disks
+
+
+def test_a_corrupt_checkpoint_is_never_skipped(tiny_dir: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert slipstream("train", *tiny_run(tiny_dir, run)).exit_code == 0
+    weights = next((run / "checkpoints").glob("*/policy/master.safetensors"))
+    body = bytearray(weights.read_bytes())
+    body[-1] ^= 1
+    weights.write_bytes(body)
+    said = refused("train", *tiny_run(tiny_dir, run, schedule__steps=2))
+    assert str(weights) in said
+    assert "corrupt" in said
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own that can be full, and given more room."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=640k", "none", str(place)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs the right to mount; the next test limits the size of files instead")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_full_disk_keeps_the_earlier_checkpoint(tiny_dir: Path, small_disk: Path) -> None:
+    run = small_disk / "run"
+    items = tiny_run(tiny_dir, run, schedule__steps=2, checkpoint__every_steps=1, eval__before="false")
+    said = refused("train", *items)
+    assert "No space left" in said
+    assert "Free disk space" in said
+    kept = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert kept == ["latest", "rl-000001"]
+    subprocess.run(["mount", "-o", "remount,size=50m", str(small_disk)], check=True)
+    done = slipstream("train", *items)
+    assert done.exit_code == 0, done.output
+    assert "resumed from rl-000001" in done.output
+    assert "2 RL steps" in done.output
+
+
+def test_a_file_that_grows_too_large_is_a_failed_checkpoint(tiny_dir: Path, tmp_path: Path) -> None:
+    """As a full disk, without rights: the system limits the size of files, in a process of its own."""
+    items = tiny_run(tiny_dir, tmp_path / "run")
+    code = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
+        f"sys.argv = ['slipstream', 'train', *{items!r}]\n"
+        "from slipstream.cli.main import main\nmain()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "Free disk space" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+# ---- environments
+
+
+@pytest.mark.parametrize(
+    ("fault", "found"), [("raises", "raises"), ("hangs", "hang"), ("nan", "not finite"), ("type", "type")]
+)
+def test_check_env_finds_the_fault(faulty: str, tmp_path: Path, fault: str, found: str) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "go", "fault": fault}])
+    done = slipstream("check", "env", faulty, "--data", rows, "--deadline", 0.3)
+    assert done.exit_code == 1
+    assert found in done.output
+    assert "mend:" in done.output
+
+
+def test_check_env_of_an_unknown_id() -> None:
+    assert "No registered env with id: nowhere" in refused("check", "env", "nowhere")
+
+
+def faulty_rows(path: Path, *faults: str | None) -> Path:
+    return write_rows(
+        path, [{"prompt": f"question {i}", "uid": f"{fault}-{i}", "fault": fault} for i, fault in enumerate(faults)]
+    )
+
+
+def test_a_run_goes_on_over_failures_within_its_budget(faulty: str, tiny_dir: Path, tmp_path: Path) -> None:
+    rows = faulty_rows(tmp_path / "rows.jsonl", "raises", "hangs", "nan", "type", *[None] * 6)
+    run = tmp_path / "run"
+    items = tiny_run(
+        tiny_dir, run, data__train=rows, env__id=faulty, schedule__prompts_per_step=10, rollout__env_step_seconds=0.3
+    )
+    done = slipstream("train", *items)
+    assert done.exit_code == 0, done.output
+    sql = "SELECT fault, count(*) AS n FROM trajectories WHERE disposition = 'failed' GROUP BY 1 ORDER BY 1"
+    counted = [json.loads(line) for line in slipstream("ledger", run, sql, "--format", "jsonl").output.splitlines()]
+    assert {row["fault"]: row["n"] for row in counted} == {
+        "env_raised": 2,
+        "env_timeout": 2,
+        "env_type": 2,
+        "reward_not_finite": 2,
+    }
+    trained = slipstream(
+        "ledger", run, "SELECT count(*) FROM trajectories WHERE disposition = 'trained'", "--format", "csv"
+    )
+    assert int(trained.output.split()[1]) > 0
+
+
+def test_a_run_stops_when_its_failure_budget_is_spent(faulty: str, tiny_dir: Path, tmp_path: Path) -> None:
+    rows = faulty_rows(tmp_path / "rows.jsonl", "nan", "nan", "nan", None)
+    said = refused("train", *tiny_run(tiny_dir, tmp_path / "run", data__train=rows, env__id=faulty))
+    assert "rollout.failures.max_failed_fraction" in said
+    assert "reward_not_finite" in said
