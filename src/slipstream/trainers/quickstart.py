@@ -77,6 +77,7 @@ def _summary(settings: RunSettings, result: RunResult) -> dict[str, Any]:
         "accuracy_before": accuracy.get("start"),
         "accuracy_after_sft": accuracy.get("sft", accuracy.get("start")),
         "accuracy_after": accuracy.get("rl"),
+        "questions": result.eval_prompts,
         "minutes": round(result.seconds / 60, 2),
         "steps": result.steps,
         "peak_memory_gb": round(result.peak_memory_gb, 2),

@@ -66,13 +66,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended.  ``accuracy`` maps stages (``start``, ``sft``, ``rl``) to mean evaluation scores."""
+    """How a run ended.  ``accuracy`` maps stages (``start``, ``sft``, ``rl``) to mean scores over ``eval_prompts``."""
 
     run_dir: Path
     steps: int
     finished: bool
     stop_reason: str | None
     accuracy: Mapping[str, float]
+    eval_prompts: int
     seconds: float
     peak_memory_gb: float
     report: Path | None
@@ -397,6 +398,7 @@ class Run:
             progress.finished,
             self.control.stop_reason,
             accuracy,
+            max((int(e["scores"]["eval/all/num_prompts"]) for e in progress.evals.values()), default=0),
             progress.seconds,
             progress.peak_memory_gb,
             report,
