@@ -31,7 +31,7 @@ def run(name: str, *arguments: str, cwd: Path) -> str:
 
 
 def test_the_grpo_loop_learns(tmp_path: Path) -> None:
-    out = run("grpo_loop.py", "--steps", "60", cwd=tmp_path)
+    out = run("grpo_loop.py", "--steps", "40", cwd=tmp_path)
     first, last = (
         float(number) for number in re.findall(r"mean reward: first steps (\S+) -> last steps (\S+)", out)[0]
     )

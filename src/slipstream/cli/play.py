@@ -84,9 +84,10 @@ async def _engine(settings: RunSettings, tokenizer: Any) -> Engine:
     if settings.inference.engine == "embedded":
         from slipstream.inference.embedded.engine import EmbeddedEngine
 
-        return EmbeddedEngine(
+        engine: Engine = EmbeddedEngine(
             settings.model.path, tokenizer, settings.inference, determinism=settings.training.determinism
         )
+        return engine
     from slipstream.inference.client import HttpEngine
 
     urls = settings.inference.urls
