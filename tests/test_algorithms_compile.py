@@ -127,52 +127,6 @@ def test_a_first_sampled_token_without_predictor_is_refused():
         compile_batch([one(member)], {"a": 1.0}, "token_mean")
 
 
-def test_rows_of_a_group_share_their_prompt_and_a_lone_row_shares_nothing():
-    batch = compile_batch([group("g", [1.0, 0.0]), group("h", [1.0])], None, "token_mean")
-    g0, g1, h0 = batch.rows
-    assert g0.prefix_key == g1.prefix_key != ""
-    assert g0.shared_prefix == g1.shared_prefix == 3
-    assert (h0.prefix_key, h0.shared_prefix) == ("", 0)
-    assert g0.inputs_T[:3].tolist() == [1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("system", "question", "members", "by_batch"), [(40, 4, 1, True), (40, 30, 4, False), (8, 4, 1, False)]
-)
-def test_a_batch_shares_the_common_beginning_of_its_prompts_where_that_is_less_work(
-    system: int, question: int, members: int, by_batch: bool
-):
-    groups = []
-    for g in range(3):
-        ids = [*range(100, 100 + system), *range(1000 * (g + 1), 1000 * (g + 1) + question)]
-        rows = (Row((Span.prompt(ids), sampled([10]))),)
-        own = tuple(trajectory(f"{g}{i}", float(i), group=f"g{g}", sample=i, rows=rows) for i in range(members))
-        groups.append(Group(f"g{g}", f"g{g}", members, own))
-    rows = compile_batch(groups, None, "token_mean").rows
-    if by_batch:
-        assert {(r.prefix_key.partition(":")[0], r.shared_prefix) for r in rows} == {("batch", system)}
-    else:
-        assert not any(r.prefix_key.startswith("batch:") for r in rows)
-
-
-def test_different_prompts_in_one_group_do_not_share():
-    members = (
-        trajectory("a", 1.0, sample=0),
-        trajectory("b", 0.0, sample=1, rows=(Row((Span.prompt([1, 2, 4]), sampled([10]))),)),
-        trajectory("c", 0.0, sample=2),
-    )
-    a, b, c = compile_batch([Group("g", "p", 3, members)], None, "token_mean").rows
-    assert a.prefix_key == c.prefix_key != b.prefix_key
-    assert b.shared_prefix == 0
-
-
-def test_forked_rows_share_the_prompt_with_the_roots():
-    root = Row((Span.prompt([1, 2, 3]), sampled([10, 11])))
-    child = Row((Span.observation([40]), sampled([13], turn=1)), parent=0, fork_point=3)
-    member = trajectory("a", rows=(root, child), rewards=[Reward(1, 1.0)])
-    assert [r.shared_prefix for r in compile_batch([one(member)], None, "token_mean").rows] == [3, 3]
-
-
 @pytest.mark.parametrize(
     ("spec", "rule"),
     [

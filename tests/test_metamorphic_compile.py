@@ -79,18 +79,3 @@ def test_segments_spell_the_row_and_inputs_are_its_tokens_but_the_last(member):
 @given(trees())
 def test_rewards_on_tokens_sum_to_the_total(member):
     assert token_rewards(member).sum() == member.total_reward
-
-
-@settings(max_examples=100, deadline=None)
-@given(trees())
-def test_a_shared_prefix_is_shared_and_never_reaches_past_the_first_target(member):
-    rows = compile_batch([Group("g", "p", 1, (member,))], None, "token_mean").rows
-    for row in rows:
-        mates = [other for other in rows if row.prefix_key and other.prefix_key == row.prefix_key]
-        assert (len(mates) >= 2) == bool(row.prefix_key) == bool(row.shared_prefix)
-        for other in mates:
-            n = row.shared_prefix
-            assert other.shared_prefix == n
-            assert row.inputs_T[:n].tolist() == other.inputs_T[:n].tolist()
-        # Targets inside the prefix are never trained, but its last input may predict the first trained token.
-        assert not row.trained_T[: max(row.shared_prefix - 1, 0)].any()

@@ -8,22 +8,35 @@ import torch
 
 from slipstream.errors import ContractError
 from slipstream.training.attention import active_layout, blockwise_forward, masked_forward
-from slipstream.training.layout import Block, Layout
+from slipstream.training.layout import Layout, Run
 
 CPU = torch.device("cpu")
 
 
-def layout(*blocks):
-    positions = [
-        np.concatenate([np.arange(b.stem), *[np.arange(b.stem, b.stem + n) for n in b.branches]]) for b in blocks
-    ]
-    total = blocks[-1].end
+def layout(*trees):
+    """A layout from nested runs, each ``(length, child, ...)``."""
+    runs, positions = [], []
+
+    def place(tree, start, depth):
+        length, *children = tree
+        mine = len(runs)
+        runs.append(None)
+        positions.append(np.arange(depth, depth + length))
+        end = start + length
+        for child in children:
+            end = place(child, end, depth + length)
+        runs[mine] = Run(start, start + length, end)
+        return end
+
+    end = 0
+    for tree in trees:
+        end = place(tree, end, 0)
     empty = np.zeros(0, dtype=np.int64)
-    return Layout(np.zeros(total, dtype=np.int64), np.concatenate(positions), blocks, (), empty, empty, empty)
+    return Layout(np.zeros(end, dtype=np.int64), np.concatenate(positions), tuple(runs), (), empty, empty, empty)
 
 
-MIXED = layout(Block(0, 7, (3, 5, 0, 2)), Block(17, 9), Block(26, 40, (33, 48)))
-EVEN = layout(Block(0, 5), Block(5, 30, (6, 6, 6)), Block(53, 1, (1,)))
+FLAT = layout((7, (3,), (5,), (2,)), (9,), (40, (33,), (48,)))
+DEEP = layout((30, (6, (5,), (1, (4,), (50,))), (6,), (1, (1,), (2,))), (5,), (1, (1,)))
 
 
 def qkv(total, heads, kv_heads, dtype):
@@ -36,7 +49,7 @@ def qkv(total, heads, kv_heads, dtype):
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 5e-6), (torch.bfloat16, 2e-2)]
 )
-@pytest.mark.parametrize("packed", [MIXED, EVEN], ids=["mixed", "even"])
+@pytest.mark.parametrize("packed", [FLAT, DEEP], ids=["flat", "deep"])
 def test_blockwise_equals_the_dense_mask(packed, heads, kv_heads, dtype, tolerance):
     total = packed.n_tokens
     inputs = qkv(total, heads, kv_heads, dtype)
@@ -52,28 +65,30 @@ def test_blockwise_equals_the_dense_mask(packed, heads, kv_heads, dtype, toleran
         torch.testing.assert_close(a.double(), b, rtol=0, atol=tolerance)
 
 
-def test_a_branch_sees_its_stem_and_itself_only():
-    inputs = qkv(MIXED.n_tokens, 2, 2, torch.float64)
-    with active_layout(MIXED, CPU):
-        out, _ = blockwise_forward(None, *inputs, None)
-    # Rows 7..9 are the first branch of block 0: stem 0..6 and earlier tokens of the branch.
-    (grad,) = torch.autograd.grad(out[0, 8].sum(), inputs[2])
-    touched = grad.abs().sum((0, 1, 3)).nonzero().flatten().tolist()
-    assert touched == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+@pytest.mark.parametrize("attend", [blockwise_forward, masked_forward])
+def test_a_token_sees_its_ancestors_and_itself_only(attend):
+    inputs = qkv(DEEP.n_tokens, 2, 2, torch.float64)
+    with active_layout(DEEP, CPU):
+        out, _ = attend(None, *inputs, None)
+    # Run 41 hangs from run 30..35, which hangs from run 0..29; run 36..40 is a sibling of 41, and 42..45 its child.
+    assert DEEP.runs[3:5] == (Run(41, 42, 96), Run(42, 46, 46))
+    for place, seen in ((41, [*range(36), 41]), (43, [*range(36), 41, 42, 43]), (96, [*range(30), 96])):
+        (grad,) = torch.autograd.grad(out[0, place].sum(), inputs[2], retain_graph=True)
+        assert grad.abs().sum((0, 1, 3)).nonzero().flatten().tolist() == seen
 
 
 def test_a_sliding_window_counts_positions_not_packed_places():
-    inputs = qkv(MIXED.n_tokens, 2, 2, torch.float64)
-    with active_layout(MIXED, CPU):
+    inputs = qkv(FLAT.n_tokens, 2, 2, torch.float64)
+    with active_layout(FLAT, CPU):
         out, _ = blockwise_forward(None, *inputs, None, sliding_window=3)
-    # Packed place 11 is the second token (position 8) of the second branch; 6 is the stem's last (position 6).
+    # Packed place 11 is the second token (position 8) of the second child; 6 is its parent's last (position 6).
     (grad,) = torch.autograd.grad(out[0, 11].sum(), inputs[2])
     assert grad.abs().sum((0, 1, 3)).nonzero().flatten().tolist() == [6, 10, 11]
 
 
 def test_soft_caps_take_the_dense_path():
-    inputs = qkv(MIXED.n_tokens, 2, 1, torch.float32)
-    with active_layout(MIXED, CPU):
+    inputs = qkv(FLAT.n_tokens, 2, 1, torch.float32)
+    with active_layout(FLAT, CPU):
         capped, _ = blockwise_forward(None, *inputs, None, softcap=0.5)
         huge, _ = blockwise_forward(None, *inputs, None, softcap=1e4)
         plain, _ = blockwise_forward(None, *inputs, None)
@@ -82,10 +97,10 @@ def test_soft_caps_take_the_dense_path():
 
 
 def test_masks_and_missing_layouts_are_refused():
-    inputs = qkv(MIXED.n_tokens, 2, 2, torch.float32)
+    inputs = qkv(FLAT.n_tokens, 2, 2, torch.float32)
     with pytest.raises(ContractError, match="without a layout"):
         blockwise_forward(None, *inputs, None)
-    with active_layout(MIXED, CPU), pytest.raises(ContractError, match="attention mask"):
+    with active_layout(FLAT, CPU), pytest.raises(ContractError, match="attention mask"):
         blockwise_forward(None, *inputs, torch.ones(1))
-    with active_layout(layout(Block(0, 3)), CPU), pytest.raises(ContractError, match="3 tokens"):
+    with active_layout(layout((3,)), CPU), pytest.raises(ContractError, match="3 tokens"):
         blockwise_forward(None, *inputs, None)

@@ -56,12 +56,16 @@ def build(model_dir):
         backend.close()
 
 
-def rows(seed=0, groups=2, members=3, prompt=9, response=6, temperature=1.0):
-    """Groups of rows with a common prompt, responses of uneven length, an untrained gap, random advantages."""
+def rows(seed=0, groups=2, members=3, prompt=9, response=6, temperature=1.0, system=0):
+    """Groups of rows with a common prompt, responses of uneven length, an untrained gap, random advantages.
+
+    All prompts begin with the same ``system`` tokens.
+    """
     rng = np.random.default_rng(seed)
     out = []
+    common = rng.integers(3, 250, system)
     for g in range(groups):
-        start = rng.integers(3, 250, prompt + g)
+        start = np.concatenate([common, rng.integers(3, 250, prompt + g)])
         for m in range(members):
             ids = np.concatenate([start, rng.integers(3, 250, response + m - g)])
             trained = np.arange(len(ids) - 1) >= len(start) - 1
@@ -79,8 +83,6 @@ def rows(seed=0, groups=2, members=3, prompt=9, response=6, temperature=1.0):
                     advantages_T=np.where(trained, rng.normal(), 0.0),
                     behaviour_logprobs_T=np.where(trained, -rng.uniform(3, 8, count), 0.0),
                     sampling=SamplingSpec(temperature=temperature),
-                    prefix_key=f"group {seed} {g}",
-                    shared_prefix=len(start),
                 )
             )
     return out
@@ -131,6 +133,59 @@ def test_sharing_a_prompt_changes_neither_scores_nor_gradients(build, arch):
     a, b = run(shared, batch), run(separate, batch)
     assert a[2].metrics["packed_tokens"] < 0.7 * b[2].metrics["packed_tokens"]
     assert_same(a, b)
+
+
+def bush():
+    """Three groups under a system message, with an equal row, one that begins another, and trained shared tokens."""
+    batch = rows(groups=3, prompt=10, system=24)
+    longest = max(batch[:3], key=lambda row: len(row.inputs_T))
+    cut = len(longest.inputs_T) - 2
+    arrays = ("inputs_T", "targets_T", "trained_T", "weights_T", "advantages_T", "behaviour_logprobs_T")
+    begins = replace(longest, row_id="cut", **{name: getattr(longest, name)[:cut] for name in arrays})
+    equal = replace(batch[4], row_id="equal", advantages_T=batch[4].advantages_T - 0.5)
+    inside = batch[7].trained_T.copy()
+    inside[[0, 9, 23, 30]] = True  # targets whose predictors lie in the root, at its end, and in the group's stem
+    trained = replace(
+        batch[7],
+        trained_T=inside,
+        weights_T=np.where(inside, 0.05, 0.0),
+        advantages_T=np.where(inside, 0.7, 0.0),
+        behaviour_logprobs_T=np.where(inside, -5.0, 0.0),
+    )
+    return [*batch[:7], trained, begins, batch[8], equal]
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma2", "phi3", "gpt2"])
+@pytest.mark.parametrize("attn", ["auto", "sdpa"])
+def test_a_tree_of_beginnings_changes_neither_scores_nor_gradients(build, arch, attn):
+    model = {"attn_implementation": attn}
+    batch = bush()
+    tree = run(build(arch, model=model), batch)
+    by_group = run(build(arch, model=model, max_tokens_per_microbatch=66), batch)
+    alone = run(build(arch, model=model, share_prompts=False), batch)
+    tokens = [out[2].metrics["packed_tokens"] for out in (tree, by_group, alone)]
+    assert tokens == sorted(tokens)
+    assert tokens[0] < 0.4 * tokens[2]
+    assert (tree[2].metrics["microbatches"], by_group[2].metrics["microbatches"]) == (1, 3)
+    assert_same(tree, alone)
+    assert_same(by_group, alone)
+
+
+@pytest.mark.parametrize("attn", ["auto", "sdpa"])
+def test_another_groups_question_and_answers_leave_a_group_alone(build, attn):
+    backend, batch = build(model={"attn_implementation": attn}), bush()
+    before = backend.forward("policy", Batch(batch)).result().logprobs
+    changed = []
+    for row in batch:
+        ids = np.append(row.inputs_T, row.targets_T[-1])
+        ids[26:] = ids[26:] + (3 if row.group_id == "1" else 0)
+        changed.append(replace(row, inputs_T=ids[:-1], targets_T=ids[1:]))
+    after = backend.forward("policy", Batch(changed)).result().logprobs
+    for row, a, b in zip(batch, before, after, strict=True):
+        if row.group_id == "1":
+            assert not np.allclose(a, b)
+        else:
+            np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("budget", [1, 20, 37, 45])

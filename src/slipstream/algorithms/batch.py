@@ -34,8 +34,6 @@ class BatchRow:
     ``trained_T`` marks targets a loss touches; at other slots the float arrays may hold anything (even NaN):
     trained tokens are gathered *before* any arithmetic, so masked slots cannot reach a loss.
     ``weights_T`` are signed, already contain 1/denominator, and are zero where not trained.
-    ``shared_prefix`` is how many leading *inputs* this row has in common with every other row of the same
-    ``prefix_key``; a backend may compute them once.
     """
 
     row_id: str
@@ -48,8 +46,6 @@ class BatchRow:
     advantages_T: FloatArray
     behaviour_logprobs_T: FloatArray
     sampling: SamplingSpec
-    prefix_key: str = ""
-    shared_prefix: int = 0
     side_T: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -64,8 +60,6 @@ class BatchRow:
             raise ContractError(f"row {self.row_id}: a token that is not trained has a weight")
         if not np.all(np.isfinite(self.weights_T[self.trained_T])):
             raise ContractError(f"row {self.row_id}: weights must be finite")
-        if not 0 <= self.shared_prefix <= length:
-            raise ContractError(f"row {self.row_id}: shared prefix {self.shared_prefix} exceeds {length} inputs")
 
     @property
     def n_trained(self) -> int:
@@ -87,5 +81,5 @@ class Batch:
 
     @property
     def n_inputs(self) -> int:
-        """Input tokens over all rows, shared prefixes counted in every row."""
+        """Input tokens over all rows, common beginnings counted in every row."""
         return sum(len(row.inputs_T) for row in self.rows)

@@ -1,7 +1,7 @@
 """Rows of trajectories to a ``Batch``.
 
-Owns: which token is trained, in which row, with which advantage, weight and shared prefix; mini-batches.
-Refuses: padding, devices, computing advantages.
+Owns: which token is trained, in which row, with which advantage and weight; mini-batches.
+Refuses: padding, devices, computing advantages, finding what rows have in common (the backend compares their ids).
 
 Every SAMPLED token of a voter is trained exactly once, in the row that owns its span; in child rows the
 inherited prefix is context.  PROMPT, OBSERVATION and SYNTHETIC tokens are never trained; TARGET tokens are
@@ -15,9 +15,8 @@ position ``p`` of a row is target ``p - 1``, so a row's first token, which nothi
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -30,9 +29,6 @@ from slipstream.trajectory import Group, Missing, Origin, SamplingSpec, Span, Tr
 Mode = Literal["policy", "likelihood"]
 Advantage = float | FloatArray
 """One number for the whole trajectory, or ``(S,)``: one per sampled token, in row order."""
-
-_WORTHWHILE = 16
-"""Tokens: a shorter common prefix of a batch costs more bookkeeping than it saves."""
 
 KEPT_SETS = "kept_sets"
 """Token-aligned side channel: the ids that a truncating sampler kept, needed to train on such a token."""
@@ -90,16 +86,11 @@ def compile_batch(
     that nothing predicts; a row whose spans were sampled under different specs; greedy or truncated sampling.
     """
     rows: list[BatchRow] = []
-    unshared: list[BatchRow] = []
     for group in groups:
-        fresh: list[BatchRow] = []
         for member in group.members:
             eligible = member.votes if mode == "policy" else member.outcome.votes
             if eligible and member.trajectory_id not in excluded:
-                fresh.extend(_trajectory_rows(member, advantages, mode))
-        unshared.extend(fresh)
-        rows.extend(_share_prefixes(group, fresh))
-    rows = _share_across_groups(rows, unshared)
+                rows.extend(_trajectory_rows(member, advantages, mode))
     if mode == "policy" and advantages is not None:
         known = {m.trajectory_id for g in groups for m in g.voters}
         if alien := sorted(set(advantages) - known):
@@ -186,7 +177,6 @@ def _compile_row(
         advantages_T=advantage[1:],
         behaviour_logprobs_T=behaviour[1:],
         sampling=_row_sampling(name, segments) if mode == "policy" else SamplingSpec(),
-        shared_prefix=_prompt_length(segments),
         side_T=_side_channels(segments, length),
     )
 
@@ -231,60 +221,6 @@ def _side_channels(segments: Sequence[Segment], length: int) -> dict[str, Any]:
             at += len(segment)
         out[name] = values[1:]
     return out
-
-
-def _prompt_length(segments: Sequence[Segment]) -> int:
-    """How many leading tokens of a row are PROMPT, inherited ones included."""
-    length = 0
-    for segment in segments:
-        if segment.span.origin is not Origin.PROMPT:
-            break
-        length += len(segment)
-    return length
-
-
-def _share_prefixes(group: Group, rows: Sequence[BatchRow]) -> list[BatchRow]:
-    """Name the prompt that several rows of a group begin with, so that a backend computes it once.
-
-    Rows arrive with ``shared_prefix`` set to the length of their prompt.  Rows with equal prompt ids share;
-    a row whose prompt nobody else has (a re-rendered history, say) shares nothing.
-    """
-    buckets: dict[bytes, list[int]] = {}
-    for i, row in enumerate(rows):
-        buckets.setdefault(row.inputs_T[: row.shared_prefix].tobytes(), []).append(i)
-    out = list(rows)
-    for prompt, members in buckets.items():
-        digest = hashlib.blake2b(prompt, digest_size=8).hexdigest()
-        alone = len(members) < 2 or not prompt
-        for i in members:
-            if alone:
-                out[i] = replace(rows[i], shared_prefix=0)
-            else:
-                out[i] = replace(rows[i], prefix_key=f"{group.group_id}:{digest}")
-    return out
-
-
-def _share_across_groups(rows: list[BatchRow], unshared: Sequence[BatchRow]) -> list[BatchRow]:
-    """One prefix for the whole batch where that is less work than one per group.
-
-    Prompts of different groups often begin alike (a system message, a schema, worked examples).  Supervised rows, of
-    which each is a group of its own, share nothing otherwise.  ``unshared`` are the same rows with ``shared_prefix``
-    still the length of their prompt.
-    """
-    if len(rows) < 2:
-        return rows
-    common = min(row.shared_prefix for row in unshared)
-    first = unshared[0].inputs_T
-    for row in unshared[1:]:
-        differs = np.flatnonzero(row.inputs_T[:common] != first[:common])
-        common = int(differs[0]) if len(differs) else common
-    stems = {row.prefix_key: row.shared_prefix for row in rows if row.prefix_key}
-    by_group = sum(len(row.inputs_T) - row.shared_prefix for row in rows) + sum(stems.values())
-    by_batch = sum(len(row.inputs_T) - common for row in rows) + common
-    if common < _WORTHWHILE or by_batch >= by_group:
-        return rows
-    digest = hashlib.blake2b(first[:common].tobytes(), digest_size=8).hexdigest()
-    return [replace(row, prefix_key=f"batch:{digest}", shared_prefix=common) for row in rows]
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ class TrainingSettings(Settings):
         8192, ge=1, description="Input tokens of one forward/backward; a shared prompt counts once."
     )
     logprob_chunk_tokens: int = Field(512, ge=1, description="Tokens per chunk of the vocabulary projection.")
-    share_prompts: bool = Field(True, description="Compute a group's common prompt once in the update.")
+    share_prompts: bool = Field(True, description="Compute what rows begin with in common once in the update.")
     threads: int | None = Field(None, ge=1, description="CPU threads of the backend; null leaves torch's choice.")
     determinism: Literal["fast", "exact"] = Field(
         "fast", description="exact: the same seed gives bit-equal losses, weights and ledger content."

@@ -172,19 +172,19 @@ class PolicyModel:
     def check_packing(self) -> None:
         """Refuse an architecture whose packed scores are not those of single rows.
 
-        Packs two rows that share a prefix and a third one; then (i) compares with transformers' own
-        unpacked eager forward, and (ii) replaces the first block's tokens and demands that the third row's
-        log-probs stay.
+        Packs three rows that share a prefix, two of which share more, and a lone one; then (i) compares with
+        transformers' own unpacked eager forward, and (ii) replaces all but the lone row, whose log-probs must stay.
 
         Raises:
             ModelError: rows see each other, or the scores differ from the model's own.
         """
         vocab = min(self.vocab_size, 4096)
         rng = np.random.default_rng(0)
-        prefix, tails = rng.integers(3, vocab, 6), rng.integers(3, vocab, (2, 4))
-        other, lone = rng.integers(3, vocab, 10), rng.integers(3, vocab, 9)
-        rows = [_probe_row(np.concatenate([prefix, tail]), 6) for tail in tails] + [_probe_row(lone, 0)]
-        swapped = [_probe_row(other, 0), rows[2]]
+        common, more, lone, other = (rng.integers(3, vocab, n) for n in (18, 18, 9, 10))
+        begins = [common, np.concatenate([common, more]), np.concatenate([common, more])]
+        rows = [_probe_row(np.concatenate([begin, rng.integers(3, vocab, 4)])) for begin in begins]
+        rows.append(_probe_row(lone))
+        swapped = [_probe_row(other), rows[-1]]
         packed = self._probe(rows)
         alone = np.concatenate([self._unpacked_logprobs(row) for row in rows])
         gap = float(np.abs(packed - alone).mean())
@@ -194,7 +194,7 @@ class PolicyModel:
                 f"{self.settings.path} ({self.hf.config.model_type}): packed log-probs are off by {gap:.3g} on average "
                 f"from the model's own (bound {bound}); this architecture cannot be trained packed"
             )
-        moved = np.abs(self._probe(swapped)[-rows[2].n_trained :] - packed[-rows[2].n_trained :]).mean()
+        moved = np.abs(self._probe(swapped)[-len(lone) + 1 :] - packed[-len(lone) + 1 :]).mean()
         if not moved <= bound:
             raise ModelError(
                 f"{self.settings.path} ({self.hf.config.model_type}): packed rows see each other (a row's log-probs "
@@ -219,7 +219,7 @@ class PolicyModel:
         return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0].double().cpu().numpy()
 
 
-def _probe_row(ids: np.ndarray[Any, Any], shared: int) -> BatchRow:
+def _probe_row(ids: np.ndarray[Any, Any]) -> BatchRow:
     length = len(ids) - 1
     zeros = np.zeros(length)
     return BatchRow(
@@ -233,8 +233,6 @@ def _probe_row(ids: np.ndarray[Any, Any], shared: int) -> BatchRow:
         advantages_T=zeros,
         behaviour_logprobs_T=zeros,
         sampling=SamplingSpec(),
-        prefix_key="probe" if shared else "",
-        shared_prefix=shared,
     )
 
 
