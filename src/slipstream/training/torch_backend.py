@@ -37,6 +37,7 @@ from slipstream.errors import CheckpointError, ContractError, SettingsError
 from slipstream.training import checkpoint
 from slipstream.training.attention import active_layout
 from slipstream.training.layout import Layout, plan_layouts
+from slipstream.training.memory import give_back
 from slipstream.training.model import PolicyModel
 from slipstream.training.optimizer import MasterOptimizer
 from slipstream.training.protocol import ExportedTensor, ForwardResult, OptimResult, StepOutput
@@ -252,6 +253,7 @@ class TorchBackend:
             self._optimizer.poison(f"the loss is {total}")
         packed = sum(layout.n_tokens for layout in layouts)
         extra = {"microbatches": float(len(layouts)), "packed_tokens": float(packed)}
+        give_back()
         return StepOutput(total, logprobs.rows, {**metrics.result(), **extra})
 
     def _score(self, batch: Batch, layout: Layout, loss: LossSpec) -> tuple[Tensor, Tensor | None]:
