@@ -117,7 +117,8 @@ def test_size_percentiles_are_printed(capsys: pytest.CaptureFixture[str]) -> Non
     )
     with capsys.disabled():
         for name, sizes in (("files", files), ("functions", functions)):
-            print(f"\nlines of {name}: median {sizes[len(sizes) // 2]}, p90 {sizes[int(len(sizes) * 0.9)]}, max {sizes[-1]}")
+            middle, high = sizes[len(sizes) // 2], sizes[int(len(sizes) * 0.9)]
+            print(f"\nlines of {name}: median {middle}, p90 {high}, max {sizes[-1]}")
     assert files
     assert functions
 
