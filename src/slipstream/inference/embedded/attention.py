@@ -15,12 +15,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 from slipstream.inference.embedded.prefix import Node
 
-Tensor = torch.Tensor
+RowIndex: TypeAlias = "Tensor | slice | None"
+"""Some rows; None means all."""
 
 
 @dataclass
@@ -45,8 +48,8 @@ class DecodeBatch:
     starts: list[int]
     """Absolute position of each row's first token."""
     paths: list[list[Node]]
-    shared: list[tuple[Node, Tensor | None]] = field(default_factory=list)
-    """Blocks read once for several rows, and which rows (None = all)."""
+    shared: list[tuple[Node, RowIndex]] = field(default_factory=list)
+    """Blocks read once for several rows, and which rows."""
     write_index: Tensor | None = None
     mask: Tensor | None = None
 
@@ -61,11 +64,11 @@ class RowStore:
 
     @property
     def rows(self) -> int:
-        return self.buffer.shape[2]
+        return int(self.buffer.shape[2])
 
     @property
     def capacity(self) -> int:
-        return self.buffer.shape[4]
+        return int(self.buffer.shape[4])
 
     def block(self, tokens: int) -> Tensor:
         """Room for a node of so many tokens."""

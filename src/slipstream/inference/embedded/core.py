@@ -28,7 +28,7 @@ import torch
 from slipstream.config.settings import InferenceSettings
 from slipstream.errors import InferenceError, RequestError
 from slipstream.inference.checksum import tensor_checksum
-from slipstream.inference.embedded.attention import DecodeBatch, ForwardPlan, RowStore, Segment
+from slipstream.inference.embedded.attention import DecodeBatch, ForwardPlan, RowIndex, RowStore, Segment
 from slipstream.inference.embedded.prefix import Node, PrefixTree, Scope
 from slipstream.inference.embedded.runner import ModelRunner, check_chunk
 from slipstream.inference.embedded.sampling import sample, target_logprobs
@@ -69,7 +69,7 @@ class EngineCore:
         self.paused: PauseMode | None = None
         self.updating: set[str] | None = None
         """Names written by the open update."""
-        self._shared: list[tuple[Node, torch.Tensor | None]] = []
+        self._shared: list[tuple[Node, RowIndex]] = []
         self._replan = True
         self._arrivals = self._batches = 0
         self.totals: Counter[str] = Counter()
@@ -368,7 +368,7 @@ class EngineCore:
         self.tree.release(leaf)
         sequence.leaf = anchor
 
-    def _shared_blocks(self) -> list[tuple[Node, torch.Tensor | None]]:
+    def _shared_blocks(self) -> list[tuple[Node, RowIndex]]:
         users: dict[int, list[int]] = {}
         nodes: dict[int, Node] = {}
         for sequence in self.decoding:
@@ -377,11 +377,15 @@ class EngineCore:
                 if node.end <= sequence.row_start:
                     nodes[id(node)] = node
                     users.setdefault(id(node), []).append(sequence.row)
-        everyone = len(self.decoding)
-        return [
-            (node, None if len(users[key]) == everyone else torch.tensor(users[key], device=self.runner.device))
-            for key, node in nodes.items()
-        ]
+        return [(node, self._rows_of(users[key])) for key, node in nodes.items()]
+
+    def _rows_of(self, rows: Seq[int]) -> RowIndex:
+        """Rows as a slice where they are neighbours (groups are, until members leave): views instead of copies."""
+        if len(rows) == len(self.decoding):
+            return None
+        if rows[-1] - rows[0] + 1 == len(rows):
+            return slice(rows[0], rows[-1] + 1)
+        return torch.tensor(rows, device=self.runner.device)
 
     def _pack(self, fresh: Seq[Sequence]) -> tuple[ForwardPlan, list[tuple[Node | None, int]]]:
         """The packed batch, and which packed rows have to be projected (for which block, if for one)."""

@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from slipstream.errors import ModelError
 from slipstream.inference.embedded.attention import ForwardPlan
 
-Tensor = torch.Tensor
 _NAME = "slipstream_embedded"
 
 
@@ -109,7 +109,8 @@ class GenericRunner:
         return output.logits[0]
 
     def _probe(self) -> list[tuple[int, int]]:
-        _active.shapes = shapes = []
+        shapes: list[tuple[int, int]] = []
+        _active.shapes = shapes
         try:
             self._run(torch.tensor([1, 2], device=self.device), torch.tensor([0, 1], device=self.device))
         except TypeError as error:

@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from slipstream.inference.embedded.attention import ForwardPlan
 from slipstream.inference.embedded.linear import PackedLinear
-
-Tensor = torch.Tensor
 
 _FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _STATIC_ROPES = frozenset({"default", "linear", "llama3", "yarn"})

@@ -163,4 +163,5 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[list[int], list
 
 def target_logprobs(logits: torch.Tensor, targets: torch.Tensor) -> list[float]:
     """Log-probs at temperature 1 of ``targets`` (M,) under ``logits`` (M, V)."""
-    return torch.log_softmax(logits.float(), -1).gather(-1, targets[:, None])[:, 0].clamp_(max=0.0).tolist()
+    values = torch.log_softmax(logits.float(), -1).gather(-1, targets[:, None])[:, 0].clamp_(max=0.0)
+    return [float(value) for value in values.tolist()]

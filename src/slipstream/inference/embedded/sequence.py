@@ -36,7 +36,7 @@ class TextStream:
 
     def add(self, token: int) -> str:
         """The new text, possibly empty."""
-        if self._stream is not None:
+        if self._stream is not None and self._backend is not None:
             new = self._stream.step(self._backend, token) or ""
         else:  # a tokenizer written in Python: decode everything, hold back an unfinished character
             self._ids.append(token)
