@@ -68,8 +68,7 @@ class SampleKey:
     def derive(self) -> int:
         """A 63-bit engine seed: BLAKE2b over the fields; stable across processes and platforms."""
         text = "\x1f".join(
-            str(part)
-            for part in (self.seed, self.prompt_uid, self.pass_index, self.sample, self.attempt, self.turn)
+            str(part) for part in (self.seed, self.prompt_uid, self.pass_index, self.sample, self.attempt, self.turn)
         )
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
