@@ -111,7 +111,7 @@ class TurnGenerator:
         """All groups at once, in the order of ``tasks``; in exact mode they share their waves."""
         entered = [(task, self._enter(task)) for task in tasks]
         try:
-            return await _together([self._generate(task, lines) for task, lines in entered])
+            return await together([self._generate(task, lines) for task, lines in entered])
         finally:  # also for groups that were cancelled before they began
             for _, lines in entered:
                 for line in lines:
@@ -146,7 +146,7 @@ class TurnGenerator:
                 salt,
                 self._model,
             )
-            members = await _together([self._sample(task, i, services, lines[i]) for i in range(task.n)])
+            members = await together([self._sample(task, i, services, lines[i]) for i in range(task.n)])
         finally:
             for line in lines:
                 line.leave()
@@ -193,7 +193,7 @@ class TurnGenerator:
             self._on_event(event)
 
 
-async def _together(coroutines: Sequence[Any]) -> list[Any]:
+async def together(coroutines: Sequence[Any]) -> list[Any]:
     """Results in order; the first error cancels the others, waits for them, and is raised as itself."""
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -17,6 +17,7 @@ from slipstream.data.prompts import PromptRow
 from slipstream.errors import DeadlineError
 from slipstream.ledger import EvalRecord, Ledger, eval_metrics
 from slipstream.ledger.records import Stage
+from slipstream.rollout.generator import together
 from slipstream.rollout.types import Generator, GroupTask
 from slipstream.trajectory import Group
 
@@ -104,7 +105,5 @@ class Evaluator:
 
 
 async def run_groups(generator: Generator, tasks: Sequence[GroupTask]) -> list[Group]:
-    """All groups, in order; the first error cancels the rest, and every task is awaited before it is raised."""
-    async with asyncio.TaskGroup() as owner:
-        running = [owner.create_task(generator.generate_group(task), name=task.group_id) for task in tasks]
-    return [task.result() for task in running]
+    """All groups, in order; the first error cancels the rest, waits for them, and is raised as itself."""
+    return await together([generator.generate_group(task) for task in tasks])

@@ -278,6 +278,8 @@ class Run:
         if not self.parts.eval_rows:
             return None
         version = await self._serving()
+        whose = {"start": "the untouched model", "sft": "the model after its warm start"}.get(stage, f"step {step}")
+        self.sinks.note(f"evaluating {whose} on {len(self.parts.eval_rows)} held-out prompts")
         evaluator = Evaluator(
             self.parts.generator,
             self.parts.eval_rows,
