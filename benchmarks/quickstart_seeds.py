@@ -39,7 +39,7 @@ def commit() -> str:
 def run_one(kind: str, seed: int) -> dict[str, object]:
     directory = ROOT / "runs" / f"results-{kind}-seed{seed}"
     shutil.rmtree(directory, ignore_errors=True)
-    command = [sys.executable, "-m", "slipstream.cli.main", "quickstart"]
+    command = [sys.executable, "-m", "slipstream.cli", "quickstart"]
     command += ["--seed", str(seed), "--run-dir", str(directory)]
     began = time.perf_counter()
     subprocess.run([*command, *(["--full"] if kind == "full" else [])], cwd=ROOT, check=True)

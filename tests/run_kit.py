@@ -45,7 +45,7 @@ def tiny_settings(model: Path, run_dir: Path, *overrides: str) -> RunSettings:
 def arguments(model: Path, run_dir: Path, *overrides: str) -> list[str]:
     """The command line of the same run."""
     return [
-        sys.executable, "-m", "slipstream.cli.main", "train", *BASE,
+        sys.executable, "-m", "slipstream.cli", "train", *BASE,
         f"model.path={model}", f"run_dir={run_dir}", *overrides,
     ]  # fmt: skip
 
