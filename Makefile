@@ -44,7 +44,7 @@ bench-trl: $(STAMP)
 bench-decode: $(STAMP)
 	$(BIN)/python benchmarks/decode.py
 
-# Quickstart over three seeds, short and full (about 2 hours); rewrites docs/results.md.
+# Quickstart over three seeds, short and full; rewrites docs/results.md.
 results: $(STAMP)
 	$(BIN)/python benchmarks/quickstart_seeds.py
 

@@ -72,13 +72,15 @@ def _root(
 @app.command()
 def quickstart(
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 0,
-    full: Annotated[bool, typer.Option("--full", help="The longer run (about 25 minutes on 2 cores).")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="The longer run, with a second turn for repairs (not timed yet).")
+    ] = False,
     run_dir: Annotated[
         Path | None,
         typer.Option(help="Where the run is written; by default runs/quickstart links to one directory per seed."),
     ] = None,
 ) -> None:
-    """Train a small model to write SQL, from nothing to a report, in about 10 minutes."""
+    """Train a small model to write SQL, from nothing to a report, in under 10 minutes on 2 cores."""
     from slipstream.trainers.quickstart import quickstart as run_quickstart
 
     result = run_quickstart(seed, full, run_dir)
