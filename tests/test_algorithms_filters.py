@@ -70,7 +70,7 @@ def test_truncated_members_keep_their_vote():
         trajectory("a", 1.0, sample=1),
         trajectory("b", 1.0, sample=2),
     )
-    result = apply_filters([Group("g", "p", 3, members)], ALGORITHM, RolloutSettings(drop_truncated=True))
+    result = apply_filters([Group("g", "p", 3, members)], AlgorithmSettings(drop_truncated=True), ROLLOUT)
     assert result.excluded == {"cut": "truncated"}
     advantages = compute_advantages(result.groups, AlgorithmSettings(normalize_by_std=False))
     assert advantages["a"] == pytest.approx(1 / 3)
@@ -84,7 +84,7 @@ def test_cut_off_answers_earn_zero_when_asked(ending):
         trajectory("cut", sample=0, rewards=[Reward(0, 1.0, "right"), Reward(0, 0.5, "style")], **ending),
         trajectory("a", 1.0, sample=1),
     )
-    result = apply_filters([Group("g", "p", 2, members)], ALGORITHM, RolloutSettings(zero_reward_on_non_stop=True))
+    result = apply_filters([Group("g", "p", 2, members)], AlgorithmSettings(zero_reward_on_non_stop=True), ROLLOUT)
     assert [m.total_reward for m in result.groups[0].members] == [0.0, 1.0]
     assert [r.component for r in result.groups[0].members[0].rewards] == ["right", "style"]
     assert result.counts == {"non_stop": 1}
@@ -109,6 +109,6 @@ def test_every_sampled_token_has_a_fate():
 
 def test_zeroing_never_gives_an_unscored_member_a_vote():
     unscored = trajectory("unscored", Missing("judge down"), outcome=Truncated("total_tokens"))
-    result = apply_filters([Group("g", "p", 1, (unscored,))], ALGORITHM, RolloutSettings(zero_reward_on_non_stop=True))
+    result = apply_filters([Group("g", "p", 1, (unscored,))], AlgorithmSettings(zero_reward_on_non_stop=True), ROLLOUT)
     assert result.groups[0].voters == ()
     assert result.decisions == ()

@@ -20,6 +20,7 @@ from slipstream.algorithms.batch import FloatArray
 from slipstream.algorithms.kl import KL_ESTIMATORS
 from slipstream.algorithms.losses import LOSSES, Loss
 from slipstream.algorithms.objective import LossSpec
+from slipstream.algorithms.pending import check_pending
 from slipstream.algorithms.reduce import REDUCTIONS
 from slipstream.algorithms.registry import Registry
 from slipstream.config.problems import Problem
@@ -63,11 +64,13 @@ def check_algorithm(
 ) -> list[Problem]:
     """Every contradiction between these settings, errors and warnings, none raised."""
     problems = list(_check_names(settings))
+    pending = check_pending(settings)
     if not problems:
         problems += _check_loss(settings)
         problems += _check_estimator(settings, samples_per_prompt)
     problems += _check_kl(settings)
     problems += _check_sampling(sampling)
+    problems += pending
     if prompts_per_step is not None and settings.minibatches_per_step > prompts_per_step:
         problems.append(
             Problem(

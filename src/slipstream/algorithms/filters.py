@@ -81,7 +81,7 @@ def zero_variance(group: Group, algorithm: AlgorithmSettings, rollout: RolloutSe
 @register_filter("truncated")
 def truncated(group: Group, algorithm: AlgorithmSettings, rollout: RolloutSettings) -> Iterable[Decision]:
     """Overlong filtering (DAPO, 2503.14476): cut-off answers vote but are not trained."""
-    if not rollout.drop_truncated:
+    if not algorithm.drop_truncated:
         return []
     return [_exclude(member, "truncated") for member in group.voters if isinstance(member.outcome, Truncated)]
 
@@ -143,7 +143,7 @@ def apply_filters(
     kept: list[Group] = []
     decisions: list[Decision] = []
     for group in groups:
-        if rollout.zero_reward_on_non_stop:
+        if algorithm.zero_reward_on_non_stop:
             group, zeroed = zero_rewards_of_cut_off(group)
             decisions.extend(zeroed)
         voters = {member.trajectory_id for member in group.voters}

@@ -16,61 +16,49 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-Dtype = Literal["float32", "bfloat16"]
+from slipstream.config.algorithm import AlgorithmSettings
+from slipstream.config.base import (
+    Dtype,
+    OptimizerSettings,
+    RunDir,
+    Settings,
+    Strings,
+    TopK,
+    Urls,
+    one_or_many,
+    section_defaults,
+)
+
+__all__ = [
+    "NO_LIMIT",
+    "AlgorithmSettings",
+    "CheckpointSettings",
+    "DataSettings",
+    "Dtype",
+    "EnvSettings",
+    "EvalSettings",
+    "FailureBudget",
+    "InferenceSettings",
+    "LoggingSettings",
+    "LoraSettings",
+    "ModelSettings",
+    "OptimizerSettings",
+    "RolloutSettings",
+    "RunSettings",
+    "SamplingSettings",
+    "ScheduleSettings",
+    "Settings",
+    "SftSettings",
+    "Strings",
+    "TopK",
+    "TrainingSettings",
+    "Urls",
+]
 
 NO_LIMIT = 2**31 - 1
 """``schedule.steps`` when only ``schedule.epochs`` was given."""
-
-
-def _one_or_many(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
-def _with(**defaults: Any) -> BeforeValidator:
-    """Defaults of a section where it stands: they hold also when only a part of the section is given."""
-    return BeforeValidator(lambda value: {**defaults, **value} if isinstance(value, dict) else value)
-
-
-def _top_k(value: int) -> int:
-    if value != -1 and value < 1:
-        raise ValueError("must be -1 (off) or at least 1")
-    return value
-
-
-def _no_empty_text(values: tuple[str, ...]) -> tuple[str, ...]:
-    if any(not value for value in values):
-        raise ValueError("must not hold an empty string")
-    return values
-
-
-def _http_url(urls: tuple[str, ...]) -> tuple[str, ...]:
-    for url in urls:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{url!r} is no base URL; write for example http://127.0.0.1:8000")
-    return tuple(url.rstrip("/") for url in urls)
-
-
-def _expand_user(path: Path) -> Path:
-    return path.expanduser()
-
-
-Strings = Annotated[tuple[str, ...], BeforeValidator(_one_or_many), AfterValidator(_no_empty_text)]
-"""A list of strings; a single string is a list of one."""
-
-Urls = Annotated[tuple[str, ...], BeforeValidator(_one_or_many), AfterValidator(_http_url)]
-TopK = Annotated[int, AfterValidator(_top_k)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-RunDir = Annotated[Path, AfterValidator(_expand_user)]
-
-
-class Settings(BaseModel):
-    """Base of every section: frozen, no unknown keys, no NaN."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), allow_inf_nan=False
-    )
 
 
 class ModelSettings(Settings):
@@ -103,26 +91,6 @@ class LoraSettings(Settings):
     )
 
 
-class OptimizerSettings(Settings):
-    """AdamW with a warm-up schedule."""
-
-    lr: float = Field(1e-6, ge=0, description="Peak learning rate.")
-    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="Decay rates of AdamW's two moments.")
-    eps: float = Field(1e-8, gt=0, description="Added to the denominator of AdamW's update.")
-    weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Clip the global gradient norm to this.")
-    warmup_steps: int = Field(0, ge=0, description="Optimiser steps of linear warm-up.")
-    scheduler: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Learning rate after the warm-up."
-    )
-    total_steps: int | None = Field(
-        None,
-        ge=1,
-        description="Optimiser steps of the linear/cosine schedule; null is filled in from the run's length.",
-    )
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Where linear/cosine end, as a share of the peak rate.")
-
-
 class TrainingSettings(Settings):
     """The training backend."""
 
@@ -138,29 +106,6 @@ class TrainingSettings(Settings):
     determinism: Literal["fast", "exact"] = Field(
         "fast", description="exact: the same seed gives bit-equal losses, weights and ledger content."
     )
-
-
-class AlgorithmSettings(Settings):
-    """Advantages, loss, reduction, KL, entropy, filters."""
-
-    advantage: str = Field("grpo", description="Registered advantage estimator.")
-    normalize_by_std: bool = Field(True, description="GRPO: divide by the group's standard deviation.")
-    loss: str = Field("ppo_clip", description="Registered policy loss.")
-    clip_low: float = Field(0.2, gt=0, description="The ratio is clipped from below at 1 - clip_low.")
-    clip_high: float = Field(0.2, gt=0, description="The ratio is clipped from above at 1 + clip_high.")
-    reduction: str = Field("token_mean", description="Registered reduction: how tokens are weighed.")
-    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL term against the initial policy; 0 leaves it out.")
-    kl_estimator: Literal["k1", "k2", "k3", "abs"] = Field("k3", description="Per-token estimate of the KL term.")
-    kl_in: Literal["loss", "reward"] = Field("loss", description="Add the KL term to the loss, or take it off rewards.")
-    entropy_coef: float = Field(0.0, description="Weight of the entropy bonus; 0 leaves it out.")
-    old_logprobs: Literal["sampler", "recompute"] = Field(
-        "sampler", description="Anchor of the ratio: the sampler's log-probs, or a forward pass before the update."
-    )
-    epochs_per_step: int = Field(1, ge=1, description="Passes over a step's batch.")
-    minibatches_per_step: int = Field(1, ge=1, description="Optimiser steps per pass; groups are never split.")
-    drop_zero_variance: bool = Field(True, description="Leave out groups whose voters all earned the same.")
-    zero_variance_tol: float = Field(1e-6, ge=0, description="Reward spread up to which voters earned the same.")
-    loss_settings: dict[str, Any] = Field(default_factory=dict, description="Extra settings of the chosen loss.")
 
 
 class SamplingSettings(Settings):
@@ -218,10 +163,6 @@ class RolloutSettings(Settings):
     env_step_seconds: float = Field(30.0, gt=0, description="Deadline of one environment call in seconds.")
     concurrency: int = Field(256, ge=1, description="Trajectories in flight at once.")
     failures: FailureBudget = Field(FailureBudget(), description="Failures that are tolerated.")
-    zero_reward_on_non_stop: bool = Field(
-        False, description="A sample that did not end by itself earns 0, whatever the environment said."
-    )
-    drop_truncated: bool = Field(False, description="Overlong filtering: truncated samples vote but are not trained.")
 
 
 class EnvSettings(Settings):
@@ -276,7 +217,7 @@ class EvalSettings(Settings):
     after: bool = Field(True, description="Evaluate after the last step.")
     every_steps: int = Field(0, ge=0, description="Evaluate every N steps; 0 = only before and after.")
     samples_per_prompt: int = Field(1, ge=1, description="Samples per evaluation prompt.")
-    sampling: Annotated[SamplingSettings, _with(temperature=0.0)] = Field(
+    sampling: Annotated[SamplingSettings, section_defaults(temperature=0.0)] = Field(
         SamplingSettings(temperature=0.0), description="How they are drawn."
     )
 
@@ -286,7 +227,7 @@ class SftSettings(Settings):
 
     steps: int = Field(0, ge=0, description="Optimiser steps; 0 skips the phase.")
     rows_per_step: int = Field(16, ge=1, description="Chat rows per optimiser step.")
-    optimizer: Annotated[OptimizerSettings, _with(lr=1e-5)] = Field(
+    optimizer: Annotated[OptimizerSettings, section_defaults(lr=1e-5)] = Field(
         OptimizerSettings(lr=1e-5), description="Optimiser of the SFT phase."
     )
     train_on: Literal["all_assistant_messages", "last_assistant_message"] = Field(
@@ -309,7 +250,7 @@ class LoggingSettings(Settings):
 
     sinks: Annotated[
         tuple[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio"], ...],
-        BeforeValidator(_one_or_many),
+        BeforeValidator(one_or_many),
     ] = Field(("console", "jsonl"), description="Where metrics go.")
     project: str = Field("slipstream", description="Project name at the trackers.")
     run_name: str | None = Field(None, description="Run name at the trackers; null takes run_dir's name.")

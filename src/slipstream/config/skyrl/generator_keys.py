@@ -178,8 +178,8 @@ _TURNS = [
         training=False,
     ),
     Rule("generator.eval_n_samples_per_prompt", 1, Mapped("eval.samples_per_prompt")),
-    Rule("generator.zero_reward_on_non_stop", False, Mapped("rollout.zero_reward_on_non_stop")),
-    Rule("generator.apply_overlong_filtering", False, Mapped("rollout.drop_truncated")),
+    Rule("generator.zero_reward_on_non_stop", False, Mapped("algorithm.zero_reward_on_non_stop")),
+    Rule("generator.apply_overlong_filtering", False, Mapped("algorithm.drop_truncated")),
     Rule("generator.use_cache_salt", True, Mapped("inference.use_cache_salt")),
     Rule(
         "generator.step_wise_trajectories",

@@ -1,0 +1,71 @@
+"""Settings that exist and that nothing honours yet: refused at planning, never ignored.
+
+Owns: the list.  Refuses: anything else; a line goes away together with what it waits for.
+
+>>> from slipstream.config.settings import AlgorithmSettings
+>>> check_pending(AlgorithmSettings())
+[]
+"""
+
+from __future__ import annotations
+
+from slipstream.config.algorithm import AlgorithmSettings
+from slipstream.config.problems import Problem
+
+_PENDING: dict[str, tuple[str, ...]] = {
+    "off_policy": (
+        "tis",
+        "tis_token_cap",
+        "tis_sequence_cap",
+        "sequence_mask",
+        "geometric_low",
+        "geometric_high",
+        "product_low",
+        "product_high",
+        "token_mask_low",
+        "token_mask_high",
+        "outlier_low",
+        "outlier_high",
+        "denominator",
+    ),
+    "kl_controller": ("kind", "target", "horizon"),
+    "critic": (
+        "path",
+        "backbone",
+        "optimizer",
+        "value_clip",
+        "value_coef",
+        "minibatches_per_step",
+        "epochs_per_step",
+        "warmup_steps",
+    ),
+    "teacher": ("path", "dtype", "urls"),
+    "overlong": ("factor", "max_tokens", "buffer_tokens"),
+    "dynamic_sampling": ("kind", "max_rounds", "min_good_fraction"),
+    "": (
+        "baseline",
+        "gamma",
+        "gae_lambda",
+        "normalize_batch",
+        "advantage_settings",
+        "reduction_tokens",
+        "filters",
+        "preset",
+    ),
+}
+"""Names of settings by section below ``algorithm``."""
+
+
+def check_pending(settings: AlgorithmSettings) -> list[Problem]:
+    """One error per such setting that differs from its default."""
+    plain = AlgorithmSettings()
+    found: list[Problem] = []
+    for section, names in _PENDING.items():
+        given, default = (getattr(s, section) if section else s for s in (settings, plain))
+        for name in names:
+            if getattr(given, name) != getattr(default, name):
+                key = ".".join(part for part in ("algorithm", section, name) if part)
+                found.append(Problem((key,), "is not honoured yet", "leave it at its default"))
+    if settings.old_logprobs == "approximate":
+        found.append(Problem(("algorithm.old_logprobs",), "approximate is not honoured yet", "use recompute"))
+    return found

@@ -1,0 +1,310 @@
+"""Presets: named methods, each a documented bundle of ``algorithm`` settings.
+
+Owns: the bundles with their formulas, and laying one under given settings.
+Refuses: settings outside of the section ``algorithm``, and anything computed.
+
+In the formulas ``s`` is a trajectory's total reward, ``A`` its advantage, ``r`` the ratio of the policy to its anchor,
+``N`` the trained tokens of an optimiser step, ``B`` its trajectories, ``n_i`` the trained tokens of trajectory i.
+
+>>> PRESETS["dr_grpo"].values["reduction"]
+'seq_mean_token_sum_norm'
+>>> overlay({"clip_high": 0.28, "overlong": {"factor": 1.0}}, {"overlong": {"max_tokens": 9}})
+{'clip_high': 0.28, 'overlong': {'factor': 1.0, 'max_tokens': 9}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One method: what it sets, what that computes, when to use it, where it comes from."""
+
+    name: str
+    title: str
+    formula: tuple[str, ...]
+    """One line per part: advantage, loss, reduction, further terms."""
+    when: str
+    source: str
+    values: Mapping[str, Any]
+    """Settings below ``algorithm``."""
+    needs: str = ""
+    """What the user has to set besides."""
+
+
+_CLIP = "loss_t = -min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A)"
+_GROUP = "A = (s - mean s) / (std s + 1e-6) over the group's voters"
+_TOKENS = "weight of a token = 1 / N"
+_SEQUENCES = "weight of a token = 1 / (B n_i)"
+
+_ALL = (
+    Preset(
+        "grpo",
+        "Group relative policy optimisation",
+        (_GROUP, _CLIP, _SEQUENCES, "+ 0.04 k3(pi, initial policy), weighed like the loss"),
+        "The common starting point for verifiable rewards, when answers have similar lengths and the policy should "
+        "stay near its initial weights.",
+        "arXiv 2402.03300",
+        {
+            "advantage": "grpo",
+            "normalize_by_std": True,
+            "loss": "ppo_clip",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "reduction": "sequence_mean",
+            "kl_coef": 0.04,
+            "kl_estimator": "k3",
+            "drop_zero_variance": False,
+        },
+    ),
+    Preset(
+        "dr_grpo",
+        "GRPO done right",
+        ("A = s - mean s over the group's voters", _CLIP, "weight of a token = 1 / (B L), L a constant"),
+        "When grpo makes wrong answers longer: neither an answer's length nor a prompt's difficulty changes the scale "
+        "of its gradient.",
+        "arXiv 2503.20783",
+        {
+            "advantage": "grpo",
+            "normalize_by_std": False,
+            "loss": "ppo_clip",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "reduction": "seq_mean_token_sum_norm",
+            "drop_zero_variance": False,
+        },
+    ),
+    Preset(
+        "dapo",
+        "Decoupled clip and dynamic sampling",
+        (
+            _GROUP,
+            _CLIP + " with clip_high > clip_low",
+            _TOKENS,
+            "groups without spread are drawn anew; long answers earn less before the limit cuts them",
+        ),
+        "Long chains of thought from a base model: keeps entropy up, wastes no batch on prompts that are solved or "
+        "hopeless.",
+        "arXiv 2503.14476",
+        {
+            "advantage": "grpo",
+            "normalize_by_std": True,
+            "loss": "ppo_clip",
+            "clip_low": 0.2,
+            "clip_high": 0.28,
+            "reduction": "token_mean",
+            "drop_zero_variance": True,
+            "dynamic_sampling": {"kind": "filter"},
+            "overlong": {"factor": 1.0},
+        },
+    ),
+    Preset(
+        "gspo",
+        "Group sequence policy optimisation",
+        (
+            _GROUP,
+            "loss_i = -min(q_i A, clip(q_i, 1 - clip_low, 1 + clip_high) A) with q_i = exp(mean over t of log r_t)",
+            _SEQUENCES,
+        ),
+        "Mixture-of-experts policies and long answers, where single tokens' ratios are noise.",
+        "arXiv 2507.18071",
+        {
+            "advantage": "grpo",
+            "normalize_by_std": True,
+            "loss": "gspo",
+            "clip_low": 3e-4,
+            "clip_high": 4e-4,
+            "reduction": "sequence_mean",
+        },
+    ),
+    Preset(
+        "cispo",
+        "Clipped importance weights",
+        (_GROUP, "loss_t = -stop(clip(r_t, low, high)) A log pi_t", _TOKENS),
+        "Several optimiser steps per batch: a clipped token still has a gradient, so rare decisive tokens keep "
+        "learning.",
+        "arXiv 2506.13585",
+        {"advantage": "grpo", "normalize_by_std": True, "loss": "cispo", "reduction": "token_mean"},
+    ),
+    Preset(
+        "sapo",
+        "Soft adaptive policy optimisation",
+        (_GROUP, "loss_t = -A (4 / tau) sigmoid(tau (r_t - 1)), tau larger where A < 0", _SEQUENCES),
+        "When hard clipping makes training jumpy: tokens far from the anchor fade out instead of being cut off.",
+        "arXiv 2511.20347",
+        {"advantage": "grpo", "normalize_by_std": True, "loss": "sapo", "reduction": "sequence_mean"},
+    ),
+    Preset(
+        "rloo",
+        "REINFORCE, leave one out",
+        (
+            "A = s - mean of the other voters' s",
+            _CLIP,
+            _TOKENS,
+            "rewards are lessened by 0.03 k1(pi, initial policy) per token",
+        ),
+        "An unbiased baseline with few samples per prompt, and a KL penalty that is part of the goal.",
+        "arXiv 2402.14740",
+        {
+            "advantage": "rloo",
+            "loss": "ppo_clip",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "reduction": "token_mean",
+            "kl_coef": 0.03,
+            "kl_in": "reward",
+            "kl_estimator": "k1",
+            "drop_zero_variance": False,
+        },
+    ),
+    Preset(
+        "reinforce_pp",
+        "REINFORCE++",
+        (
+            "G_t = r_t + gamma G_(t+1) over sampled tokens; A_t = (G_t - mean) / std over all tokens of the step",
+            _CLIP,
+            _TOKENS,
+            "rewards are lessened by 0.01 k1(pi, initial policy) per token",
+        ),
+        "One sample per prompt, or prompts that should be compared with each other: needs no groups and no critic.",
+        "arXiv 2501.03262",
+        {
+            "advantage": "reinforce_pp",
+            "gamma": 1.0,
+            "loss": "ppo_clip",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "reduction": "token_mean",
+            "kl_coef": 0.01,
+            "kl_in": "reward",
+            "kl_estimator": "k1",
+            "drop_zero_variance": False,
+        },
+    ),
+    Preset(
+        "maxrl",
+        "Maximum-likelihood RL",
+        ("A = (s - mean s) / (mean s + 1e-6) over the group's voters, rewards >= 0", _CLIP, _TOKENS),
+        "Success or failure rewards with many samples: hard prompts count more, as they do in maximum likelihood.",
+        "maximum-likelihood RL, as in SkyRL's maxrl estimator",
+        {
+            "advantage": "maxrl",
+            "loss": "ppo_clip",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "reduction": "token_mean",
+        },
+    ),
+    Preset(
+        "ppo",
+        "Proximal policy optimisation with a critic",
+        (
+            "d_t = r_t + gamma V_(t+1) - V_t; A_t = d_t + gamma lambda A_(t+1) over sampled tokens, then whitened",
+            _CLIP,
+            _TOKENS,
+            "critic: 1/2 max((clip(V, V_old +- value_clip) - R)^2, (V - R)^2) with R = A + V_old",
+        ),
+        "Rewards within long episodes, where a critic can say which part earned them.",
+        "arXiv 1707.06347; GAE: arXiv 1506.02438",
+        {
+            "advantage": "gae",
+            "gamma": 1.0,
+            "gae_lambda": 0.95,
+            "loss": "ppo_clip",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "reduction": "token_mean",
+            "drop_zero_variance": False,
+        },
+    ),
+    Preset(
+        "dppo",
+        "Divergence PPO",
+        (
+            _GROUP,
+            "loss_t = -r_t A, except where r_t leaves a trust region of probability (not of ratio) in A's direction",
+            _TOKENS,
+        ),
+        "Large vocabularies: rare tokens may move freely, likely ones are held back.",
+        "arXiv 2602.04879",
+        {"advantage": "grpo", "normalize_by_std": True, "loss": "dppo", "reduction": "token_mean"},
+    ),
+    Preset(
+        "rollout_is",
+        "Masked importance weights against the sampler",
+        (_GROUP, "loss_t = -stop(r_t [1 - clip_low < r_t < 1 + clip_high]) A log pi_t, r against the sampler", _TOKENS),
+        "Sampler and trainer that disagree (mixed precision, mixture of experts): tokens on which they do are left "
+        "out.",
+        "arXiv 2602.15763",
+        {"advantage": "grpo", "normalize_by_std": True, "loss": "rollout_is", "reduction": "token_mean"},
+    ),
+    Preset(
+        "decoupled_ppo",
+        "Decoupled PPO",
+        (
+            _GROUP,
+            "loss_t = -(prox_t / behaviour_t) min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A), "
+            "r_t = pi_t / prox_t",
+            _TOKENS,
+        ),
+        "Asynchronous training: samples of several versions are weighed against the policy before the update, which "
+        "is what clipping should be measured from.",
+        "arXiv 2505.24298",
+        {
+            "advantage": "grpo",
+            "normalize_by_std": True,
+            "loss": "decoupled_ppo",
+            "old_logprobs": "recompute",
+            "reduction": "token_mean",
+        },
+    ),
+    Preset(
+        "distill",
+        "On-policy distillation",
+        (
+            "A_t = log teacher_t - log sampler_t, each token on its own (gamma = 0)",
+            "loss_t = -r_t A_t",
+            _TOKENS,
+        ),
+        "A stronger model is at hand: a dense signal on the student's own samples; rewards are not needed.",
+        "arXiv 2306.13649",
+        {
+            "advantage": "distill",
+            "gamma": 0.0,
+            "loss": "importance_sampling",
+            "reduction": "token_mean",
+            "drop_zero_variance": False,
+        },
+        needs="algorithm.teacher.path or algorithm.teacher.urls",
+    ),
+)
+
+PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _ALL}
+"""Every preset by name."""
+
+
+def overlay(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``over`` on top of ``under``; sections are merged key by key."""
+    out = dict(under)
+    for key, value in over.items():
+        below = out.get(key)
+        out[key] = overlay(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return out
+
+
+def preset_leaves(name: str) -> dict[str, Any]:
+    """What a preset sets, by dotted path (``algorithm.clip_high``)."""
+    found: dict[str, Any] = {}
+
+    def walk(values: Mapping[str, Any], prefix: str) -> None:
+        for key, value in values.items():
+            if isinstance(value, Mapping):
+                walk(value, f"{prefix}{key}.")
+            else:
+                found[f"{prefix}{key}"] = value
+
+    walk(PRESETS[name].values, "algorithm.")
+    return found
