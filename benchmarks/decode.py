@@ -314,7 +314,8 @@ def _processor() -> str:
 
 
 def main() -> None:
-    from slipstream.inference.embedded.pretrained import BUNDLED, cache_dir
+    from slipstream.inference.embedded.pretrained import BUNDLED
+    from slipstream.paths import cache_dir
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default=BUNDLED)

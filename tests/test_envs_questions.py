@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from slipstream.envs import chinook as chinook_module
-from slipstream.envs.chinook import SCHEMA, Chinook, cache_dir, chinook, content_digest
+from slipstream.envs.chinook import SCHEMA, Chinook, chinook, content_digest
 from slipstream.envs.sql_compare import is_ordered, results_match
 from slipstream.envs.sql_families import FAMILIES
 from slipstream.envs.sql_questions import (

@@ -8,7 +8,7 @@ import pytest
 
 from ledger_synthetic import Synth
 from slipstream.errors import ContractError
-from slipstream.ledger import ScheduleCounts, StepRecord, TokenAccount, TokenFlow, eval_metrics, step_metrics
+from slipstream.ledger import StepRecord, TokenAccount, TokenFlow, eval_metrics, step_metrics
 from slipstream.ledger.metrics import guard_metrics, reward_metrics, staleness_metrics
 from slipstream.ledger.records import content, is_clock
 from slipstream.trajectory import (
@@ -80,12 +80,6 @@ def test_every_disposition_has_its_term() -> None:
 def test_negative_counts_are_refused() -> None:
     with pytest.raises(ContractError, match="failed must be a count"):
         TokenAccount(sampled=1, trained=2, failed=-1).check()
-
-
-def test_schedule_counters_must_add_up() -> None:
-    ScheduleCounts(10, 4, 1, 2, 2, 1).check()
-    with pytest.raises(ContractError, match="submitted 11 != 10"):
-        ScheduleCounts(11, 4, 1, 2, 2, 1).check()
 
 
 def test_reward_means_leave_absent_members_out() -> None:

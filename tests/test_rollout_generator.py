@@ -17,6 +17,7 @@ from slipstream.config.settings import FailureBudget, RolloutSettings, SamplingS
 from slipstream.errors import BudgetExceededError, InferenceError
 from slipstream.inference.fake import FakeEngine
 from slipstream.inference.types import GenerateRequest, GenerateResult
+from slipstream.ledger import eval_metrics
 from slipstream.rollout import (
     AttemptCancelled,
     AttemptSuperseded,
@@ -26,7 +27,6 @@ from slipstream.rollout import (
     RolloutEvent,
     TurnGenerator,
     WaveGate,
-    score_groups,
 )
 from slipstream.trajectory import Cancelled, Failed, Group, SamplingSpec
 
@@ -178,9 +178,15 @@ async def test_evaluation_uses_its_own_sampling_and_failures_count_zero_apart() 
     await rollout.aclose()
     assert {request.sampling for request in engine.requests} == {SamplingSpec(temperature=0.0)}
     assert {request.max_tokens for request in engine.requests} == {3}
-    score = score_groups(groups)
-    assert (score.mean, score.pass_at_n, score.prompts, score.scored, score.absent) == (0.75, 0.75, 4, 3, 1)
-    assert dict(score.failed) == {"env_raised": 1}
+    scores = eval_metrics(groups)
+    assert {name.split("/")[-1]: value for name, value in scores.items()} == {
+        "avg_score": 0.75,
+        "pass_at_n": 0.75,
+        "mean_positive_reward": 0.75,
+        "failed_share": 0.25,
+        "truncated_share": 0.75,
+        "num_prompts": 4,
+    }
 
 
 async def test_concurrency_bounds_episodes_in_flight() -> None:

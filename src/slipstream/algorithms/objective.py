@@ -29,7 +29,7 @@ from slipstream.algorithms.losses import LOSSES, LossInputs, LossValues, Reducer
 from slipstream.algorithms.ops import Array, Ops
 from slipstream.errors import ContractError
 
-__all__ = ["LossInputs", "LossSpec", "Metric", "MetricAccumulator", "loss_inputs", "objective"]
+__all__ = ["LossInputs", "LossSpec", "Metric", "MetricAccumulator", "loss_inputs", "merge_steps", "objective"]
 
 
 @dataclass(frozen=True)
@@ -226,19 +226,38 @@ class MetricAccumulator:
                 raise ContractError(f"metric {name!r} is reduced by {parts[0].reducer} and by {metric.reducer}")
             parts.append(metric)
 
-    def result(self) -> dict[str, float]:
-        """Plain floats.  A metric that no weighed token contributed to is left out rather than NaN."""
-        out: dict[str, float] = {}
+    def parts(self) -> dict[str, Metric]:
+        """One metric per name, as plain floats and still with its reducer, so that further steps can be merged.
+
+        A metric that no weighed token contributed to is left out.
+        """
+        out: dict[str, Metric] = {}
         for name, parts in self._parts.items():
+            reducer = parts[0].reducer
             values = [float(p.value) for p in parts]
-            if parts[0].reducer == "mean":
+            if reducer == "mean":
                 weight = math.fsum(float(p.weight) for p in parts)
                 if weight > 0:
-                    out[name] = math.fsum(values) / weight
-            elif parts[0].reducer == "sum":
-                out[name] = math.fsum(values)
+                    out[name] = Metric("mean", math.fsum(values), weight)
+            elif reducer == "sum":
+                out[name] = Metric("sum", math.fsum(values))
             else:
-                best = max(values) if parts[0].reducer == "max" else min(values)
+                best = max(values) if reducer == "max" else min(values)
                 if not math.isinf(best):
-                    out[name] = best
+                    out[name] = Metric(reducer, best)
         return out
+
+    def result(self) -> dict[str, float]:
+        """Plain floats; see ``parts``."""
+        return {name: m.value / m.weight if m.reducer == "mean" else m.value for name, m in self.parts().items()}
+
+
+def merge_steps(steps: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
+    """One value per metric over several optimiser steps, by each metric's own reducer.
+
+    A ``sum`` is a total of one optimiser step (a loss): it is averaged over steps, each counting the same.
+    """
+    merged = MetricAccumulator()
+    for step in steps:
+        merged.add({n: Metric("mean", m.value, 1.0) if m.reducer == "sum" else m for n, m in step.items()})
+    return merged.result()

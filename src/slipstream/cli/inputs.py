@@ -159,7 +159,7 @@ def count_rows(sources: Sequence[str], settings: RunSettings) -> int | None:
 def _cheap(source: str) -> bool:
     """Whether reading a source fetches nothing and takes no more than seconds."""
     if source.startswith("builtin:text2sql"):
-        from slipstream.envs.chinook import cache_dir
+        from slipstream.paths import cache_dir
 
         return (cache_dir() / "databases").is_dir()  # else the database would be fetched and built
     if source.startswith("builtin:"):

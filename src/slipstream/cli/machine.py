@@ -160,7 +160,7 @@ def _bf16_speed(size: int = 512, repeats: int = 5) -> float:
 
 
 def _disk(folder: Path) -> Iterator[Verdict]:
-    from slipstream.envs.chinook import cache_dir
+    from slipstream.paths import cache_dir
 
     for what, wanted in (("runs", folder), ("cache", cache_dir())):
         place = next(p for p in (wanted.resolve(), *wanted.resolve().parents) if p.exists())

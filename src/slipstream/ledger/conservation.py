@@ -1,11 +1,11 @@
-"""Token conservation and the schedule's counter invariant.
+"""Token conservation.
 
-Owns: the two sums that must hold at every step, and the errors that spell out their terms.
+Owns: the sum that must hold at every step, and the error that spells out its terms.
 Refuses: counting.  The generator counts what it sampled, the trainer says what became of every
-trajectory, and the schedule says what it still holds; this module only confronts them.
+trajectory, and the schedule says what it still holds; this module only confronts them.  (Groups have a sum of
+their own, which the schedule's ``Counters`` keep.)
 
     sampled = trained + filtered + stale_dropped + failed + superseded + buffered + in_flight
-    submitted = accepted + filtered + running + failed + cancelled
 
 >>> TokenAccount(sampled=10, trained=8, filtered=2).check("step 1")
 >>> TokenAccount(sampled=10, trained=8).check("step 1")
@@ -105,23 +105,3 @@ class TokenAccount:
     def from_json(cls, data: Mapping[str, int]) -> TokenAccount:
         """Read back what ``dataclasses.asdict`` wrote."""
         return cls(**{f.name: int(data.get(f.name, 0)) for f in fields(cls)})
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduleCounts:
-    """The schedule's counters, in groups (or samples; the unit is the schedule's own)."""
-
-    submitted: int = 0
-    accepted: int = 0
-    filtered: int = 0
-    running: int = 0
-    failed: int = 0
-    cancelled: int = 0
-
-    def check(self, where: str = "schedule") -> None:
-        """Raise ``ContractError`` unless submitted equals the sum of the rest."""
-        terms = _check_counts(self, where)
-        submitted = terms.pop("submitted")
-        total = sum(terms.values())
-        if submitted != total:
-            raise ContractError(f"{where}: counters do not add up: submitted {submitted} != {total} = {_spell(terms)}")

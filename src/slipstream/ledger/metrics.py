@@ -248,7 +248,7 @@ def step_metrics(record: StepRecord, *, early_lengths: Sequence[float] = ()) -> 
 
 
 def eval_metrics(groups: Sequence[Group]) -> Metrics:
-    """``eval/{source|all}/{avg_score, pass_at_n, mean_positive_reward, failed_share, num_prompts}``.
+    """``eval/{source|all}/{avg_score, pass_at_n, mean_positive_reward, failed_share, truncated_share, num_prompts}``.
 
     A sample that failed, is unscored or is absent counts 0; ``failed_share`` says how many did.
     """
@@ -271,5 +271,6 @@ def _eval_part(source: str, groups: Sequence[Group]) -> Metrics:
         f"eval/{source}/pass_at_n": float(np.mean([any(m.total_reward > 0 for m in g.voters) for g in groups])),
         f"eval/{source}/mean_positive_reward": sum(positive_reward(m) for m in voters) / asked,
         f"eval/{source}/failed_share": 1 - len(voters) / asked,
+        f"eval/{source}/truncated_share": sum(m.outcome.kind == "truncated" for g in groups for m in g.members) / asked,
         f"eval/{source}/num_prompts": float(len(groups)),
     }

@@ -4,7 +4,6 @@ Owns: how a prompt becomes a group of trajectories.  Refuses: optimisers.  Impor
 """
 
 from slipstream.rollout.environment import EnvFactory
-from slipstream.rollout.evaluation import EvalScore, score_groups
 from slipstream.rollout.failures import FailureLedger
 from slipstream.rollout.generator import TurnGenerator, make_env_factory
 from slipstream.rollout.renderer import Renderer, TemplateError, TemplateReport
@@ -27,7 +26,6 @@ __all__ = [
     "AttemptSuperseded",
     "Conversion",
     "EnvFactory",
-    "EvalScore",
     "FailureLedger",
     "Generator",
     "GroupFinished",
@@ -45,5 +43,4 @@ __all__ = [
     "groups_from_skyrl",
     "make_env_factory",
     "sampling_spec",
-    "score_groups",
 ]

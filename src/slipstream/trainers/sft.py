@@ -14,7 +14,7 @@ from slipstream.algorithms.objective import LossSpec
 from slipstream.config.settings import SftSettings
 from slipstream.errors import DataError, NonFiniteStepError
 from slipstream.trainers.callbacks import Callback, Control, StepInfo, notify
-from slipstream.trainers.update import merge_metrics, within
+from slipstream.trainers.update import within
 from slipstream.training.protocol import TrainingBackend
 from slipstream.trajectory import Group, Trajectory
 
@@ -87,8 +87,7 @@ class SftTrainer:
         if not opt.applied:
             raise NonFiniteStepError(f"sft step {step + 1} was refused: {opt.reason}; lower sft.optimizer.lr")
         own = {"loss": out.loss, "grad_norm": opt.grad_norm, "lr": opt.lr, "trained_tokens": float(batch.n_trained)}
-        merged = merge_metrics([{**out.metrics, **own}])
-        return {name.replace("policy/", "sft/", 1): value for name, value in merged.items()}
+        return {f"sft/{name}": float(value) for name, value in {**out.metrics, **own}.items()}
 
 
 def _order(n: int, seed: int, turn: int) -> list[int]:

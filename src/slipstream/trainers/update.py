@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from slipstream.algorithms.batch import Batch, FloatArray
 from slipstream.algorithms.check import loss_spec
 from slipstream.algorithms.compile import Advantage, compile_batch, row_name, split_minibatches
 from slipstream.algorithms.filters import FilterResult
-from slipstream.algorithms.objective import LossSpec
+from slipstream.algorithms.objective import LossSpec, Metric, merge_steps
 from slipstream.config.settings import AlgorithmSettings
 from slipstream.errors import DeadlineError
 from slipstream.training.protocol import TrainingBackend
@@ -71,9 +71,9 @@ class PolicyUpdate:
         if batch.n_trained == 0:
             return UpdateResult({"policy/optimizer_steps": 0.0, "policy/refused_steps": 0.0}, 0, 0, shown)
         spec = await self._spec(batch)
-        collected: list[dict[str, float]] = []
+        collected: list[dict[str, Metric]] = []
         logprobs: dict[str, dict[str, list[float]]] = {}
-        applied = refused = 0
+        applied = refused = trained = 0
         for epoch in range(settings.epochs_per_step):
             for part in split_minibatches(batch, settings.minibatches_per_step, settings.reduction):
                 call = self.backend.forward_backward("policy", part.batch, spec.take(part.rows))
@@ -81,13 +81,15 @@ class PolicyUpdate:
                 opt = await within(self.backend.optim_step("policy"), self.deadline, "the optimiser step")
                 applied += opt.applied
                 refused += not opt.applied
-                own = {"grad_norm": opt.grad_norm, "policy_lr": opt.lr, "trained_tokens": float(part.batch.n_trained)}
-                collected.append({**out.metrics, **own})
+                own = {"grad_norm": Metric("mean", opt.grad_norm, 1.0), "policy_lr": Metric("mean", opt.lr, 1.0)}
+                collected.append({**out.parts, **own})
+                trained += part.batch.n_trained
                 if epoch == 0:
                     for row, values in zip(part.batch.rows, out.logprobs, strict=True):
                         logprobs.setdefault(row.trajectory_id, {})[row.row_id] = np.asarray(values).tolist()
-        metrics = merge_metrics(collected)
-        metrics |= {"policy/optimizer_steps": float(applied), "policy/refused_steps": float(refused)}
+        counts = {"optimizer_steps": applied, "refused_steps": refused, "trained_tokens": trained}
+        merged = {**merge_steps(collected), **counts}
+        metrics = {f"policy/{name}": float(value) for name, value in merged.items()}
         return UpdateResult(metrics, applied, refused, shown, _by_row(filtered, logprobs))
 
     async def _advantages(self, filtered: FilterResult, step: int) -> dict[str, Advantage]:
@@ -119,24 +121,3 @@ def _by_row(
     """Log-probs in the order of each trajectory's rows."""
     sizes = {m.trajectory_id: len(m.rows) for group in filtered.groups for m in group.members}
     return {tid: [rows.get(row_name(tid, i)) for i in range(sizes[tid])] for tid, rows in logprobs.items()}
-
-
-def merge_metrics(collected: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """One value per metric under ``policy/`` from those of several optimiser steps.
-
-    Counts add up, maxima and minima stay, and the rest is a mean over trained tokens, as inside a step.
-    """
-    merged: dict[str, float] = {}
-    for name in sorted({key for metrics in collected for key in metrics}):
-        values = [float(metrics[name]) for metrics in collected if name in metrics]
-        if name == "trained_tokens":
-            value = sum(values)
-        elif name.endswith("_max"):
-            value = max(values)
-        elif name.endswith("_min"):
-            value = min(values)
-        else:
-            weights = [float(metrics["trained_tokens"]) for metrics in collected if name in metrics]
-            value = sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
-        merged[f"policy/{name}"] = value
-    return merged

