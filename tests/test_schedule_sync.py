@@ -7,7 +7,7 @@ import random
 import pytest
 
 from slipstream.errors import ContractError
-from slipstream.schedule import Counters, SyncSchedule
+from slipstream.schedule import BatchSchedule, Counters
 from slipstream.trajectory import (
     Completed,
     Failed,
@@ -47,7 +47,7 @@ def constant(candidate: Group) -> str | None:
     return "zero_variance" if len({m.total_reward for m in candidate.voters}) < 2 else None
 
 
-def run_step(schedule: SyncSchedule, step: int, results: dict[str, Group], seed: int = 0) -> list[str]:
+def run_step(schedule: BatchSchedule, step: int, results: dict[str, Group], seed: int = 0) -> list[str]:
     schedule.begin_step(step)
     names = list(results)
     for name in names:
@@ -66,12 +66,12 @@ def run_step(schedule: SyncSchedule, step: int, results: dict[str, Group], seed:
 
 def test_a_step_takes_all_groups_in_submission_order_whatever_order_they_finish_in() -> None:
     results = {name: group(name, [0.0, 1.0]) for name in "abc"}
-    orders = {tuple(run_step(SyncSchedule(3), 0, results, seed)) for seed in range(6)}
+    orders = {tuple(run_step(BatchSchedule(3), 0, results, seed)) for seed in range(6)}
     assert orders == {("a", "b", "c")}
 
 
 def test_oversampling_keeps_the_first_with_spread_and_names_the_rest() -> None:
-    schedule = SyncSchedule(2, draw=4, judge=constant)
+    schedule = BatchSchedule(2, draw=4, judge=constant)
     rewards = {"a": [1.0, 1.0], "b": [0.0, 1.0], "c": [0.0, 1.0], "d": [0.0, 1.0]}
     schedule.begin_step(0)
     for name in rewards:
@@ -87,7 +87,7 @@ def test_oversampling_keeps_the_first_with_spread_and_names_the_rest() -> None:
 
 
 def test_too_few_groups_with_spread_train_the_short_batch_and_say_so() -> None:
-    schedule = SyncSchedule(2, draw=3, judge=constant)
+    schedule = BatchSchedule(2, draw=3, judge=constant)
     schedule.begin_step(0)
     for name, rewards in {"a": [1.0, 1.0], "b": [0.0, 1.0], "c": [0.0, 0.0]}.items():
         schedule.submitted(name)
@@ -99,7 +99,7 @@ def test_too_few_groups_with_spread_train_the_short_batch_and_say_so() -> None:
 
 
 def test_a_group_without_voters_counts_as_failed() -> None:
-    schedule = SyncSchedule(2)
+    schedule = BatchSchedule(2)
     schedule.begin_step(0)
     for name, rewards in {"a": [None, None], "b": [0.0, None]}.items():
         schedule.submitted(name)
@@ -111,7 +111,7 @@ def test_a_group_without_voters_counts_as_failed() -> None:
 
 
 def test_capacity_is_refused_beyond_the_draw() -> None:
-    schedule = SyncSchedule(1)
+    schedule = BatchSchedule(1)
     schedule.begin_step(0)
     schedule.submitted("a")
     assert schedule.admit() == 0
@@ -120,7 +120,7 @@ def test_capacity_is_refused_beyond_the_draw() -> None:
 
 
 def test_a_stranger_cannot_finish_and_steps_cannot_overlap() -> None:
-    schedule = SyncSchedule(1)
+    schedule = BatchSchedule(1)
     schedule.begin_step(0)
     with pytest.raises(ContractError, match="was not running"):
         schedule.finished(group("x", [1.0]))
@@ -129,9 +129,9 @@ def test_a_stranger_cannot_finish_and_steps_cannot_overlap() -> None:
 
 
 def test_state_survives_a_round_trip_and_refuses_unbalanced_books() -> None:
-    schedule = SyncSchedule(2)
+    schedule = BatchSchedule(2)
     run_step(schedule, 0, {"a": group("a", [0.0, 1.0]), "b": group("b", [0.0, 1.0])})
-    other = SyncSchedule(2)
+    other = BatchSchedule(2)
     other.load_state_dict(schedule.state_dict())
     assert other.counters == schedule.counters
     with pytest.raises(ContractError, match="do not balance"):

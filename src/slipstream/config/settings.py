@@ -186,7 +186,12 @@ class DataSettings(Settings):
 class ScheduleSettings(Settings):
     """Which schedule drives the loop, and for how long."""
 
-    kind: Literal["sync"] = Field("sync", description="sync: sample, train, publish, in turn (staleness 0).")
+    kind: Literal["sync", "one_step_off", "fully_async", "bounded", "windowed"] = Field(
+        "sync",
+        description="sync: sample, train, publish in turn; one_step_off: the next batch is sampled while one is "
+        "trained; fully_async: SkyRL's capacity rule; bounded: no group older than max_staleness_steps; windowed: in "
+        "order, but for overtake.",
+    )
     prompts_per_step: int = Field(16, ge=1, description="Prompts (groups) that one step trains on.")
     steps: int = Field(
         100, ge=0, description="RL steps (a step ends in one publish). With epochs, whichever comes first."
@@ -198,7 +203,26 @@ class ScheduleSettings(Settings):
     generate_prompts_per_step: int | None = Field(
         None,
         ge=1,
-        description="Over-sampling: prompts drawn for a step; the first with spread are kept. null = no more.",
+        description="Over-sampling: prompts drawn for a step; the first with spread are kept. null = no more. "
+        "Of sync and one_step_off.",
+    )
+    max_staleness_steps: int = Field(
+        4, ge=0, description="Steps that sampling may run ahead: (this + 1) x prompts_per_step groups are outstanding."
+    )
+    max_running_groups: int | None = Field(
+        None, ge=1, description="Groups that are sampled at once; null leaves it to max_staleness_steps."
+    )
+    full_batch: bool = Field(
+        False, description="Groups that the filters refuse are replaced at once, so that a step is never short."
+    )
+    max_batches_per_step: int = Field(
+        30, ge=1, description="A step gives up when this many batches of groups have been refused or have failed."
+    )
+    on_stale: Literal["wait", "drop", "requeue"] = Field(
+        "wait", description="Of bounded: a step waits for groups that are due, or too old groups are dropped or redone."
+    )
+    overtake: int | None = Field(
+        None, ge=0, description="Of windowed: later groups that may overtake a running one; null is prompts_per_step."
     )
 
     @model_validator(mode="before")

@@ -1,16 +1,48 @@
 """Schedules: one object owns admission, selection, eviction and abort."""
 
+from __future__ import annotations
+
+import time
+
 from slipstream.config.settings import ScheduleSettings
-from slipstream.errors import SettingsError
+from slipstream.schedule.batches import BatchSchedule
 from slipstream.schedule.counters import Counters
-from slipstream.schedule.protocol import Judge, Schedule, Selection
-from slipstream.schedule.sync import SyncSchedule
+from slipstream.schedule.protocol import Clock, Judge, Schedule, Selection
+from slipstream.schedule.queues import BoundedSchedule, FullyAsyncSchedule, QueueOptions, WindowedSchedule
 
-__all__ = ["Counters", "Judge", "Schedule", "Selection", "SyncSchedule", "build_schedule"]
+__all__ = [
+    "BatchSchedule",
+    "BoundedSchedule",
+    "Clock",
+    "Counters",
+    "FullyAsyncSchedule",
+    "Judge",
+    "Schedule",
+    "Selection",
+    "WindowedSchedule",
+    "build_schedule",
+]
 
 
-def build_schedule(settings: ScheduleSettings, judge: Judge | None = None) -> Schedule:
-    """The schedule that the settings name."""
-    if settings.kind != "sync":
-        raise SettingsError(f"schedule.kind={settings.kind!r} is not a schedule of this release; use sync")
-    return SyncSchedule(settings.prompts_per_step, settings.generate_prompts_per_step, judge)
+def build_schedule(
+    settings: ScheduleSettings, judge: Judge | None = None, *, clock: Clock = time.monotonic
+) -> Schedule:
+    """The schedule that the settings name, for a run of ``settings.steps`` steps."""
+    prompts, steps = settings.prompts_per_step, settings.steps
+    if settings.kind in ("sync", "one_step_off"):
+        ahead = int(settings.kind == "one_step_off")
+        return BatchSchedule(prompts, settings.generate_prompts_per_step, judge, ahead=ahead, steps=steps, clock=clock)
+    options = QueueOptions(
+        max_running=settings.max_running_groups,
+        full_batch=settings.full_batch,
+        max_batches=settings.max_batches_per_step,
+        steps=steps,
+        clock=clock,
+    )
+    staleness = settings.max_staleness_steps
+    if settings.kind == "bounded":
+        return BoundedSchedule(prompts, judge, max_staleness=staleness, on_stale=settings.on_stale, **options)
+    if settings.kind == "windowed":
+        overtake = prompts if settings.overtake is None else settings.overtake
+        return WindowedSchedule(prompts, judge, max_staleness=staleness, overtake=overtake, **options)
+    return FullyAsyncSchedule(prompts, judge, max_staleness=staleness, **options)
