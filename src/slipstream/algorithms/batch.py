@@ -47,12 +47,23 @@ class BatchRow:
     behaviour_logprobs_T: FloatArray
     sampling: SamplingSpec
     side_T: Mapping[str, Any] = field(default_factory=dict)
+    versions_T: IntArray | None = None
+    """Counter of the weight version that sampled each trained token; -1 where it is unknown."""
+    dropped_T: BoolArray | None = None
+    """Trained tokens that an off-policy mask took out: they are scored, and weigh nothing."""
+    dropped_count: bool = False
+    """Whether dropped tokens still count in denominators."""
+    copies: int = 1
+    """How often this row stands in the step (dynamic sampling, ``replace``); its weights contain the factor."""
 
     def __post_init__(self) -> None:
         length = len(self.inputs_T)
         for name in ("targets_T", "trained_T", "weights_T", "advantages_T", "behaviour_logprobs_T"):
             if len(getattr(self, name)) != length:
                 raise ContractError(f"row {self.row_id}: {name} has length {len(getattr(self, name))}, want {length}")
+        for name in ("versions_T", "dropped_T"):
+            if (values := getattr(self, name)) is not None and len(values) != length:
+                raise ContractError(f"row {self.row_id}: {name} has length {len(values)}, want {length}")
         for name, values in self.side_T.items():
             if len(values) != length:
                 raise ContractError(f"row {self.row_id}: side channel {name} has length {len(values)}, want {length}")
@@ -65,6 +76,16 @@ class BatchRow:
     def n_trained(self) -> int:
         """Number of trained tokens."""
         return int(self.trained_T.sum())
+
+    @property
+    def weighed_T(self) -> BoolArray:
+        """Trained tokens that may have a weight: all but dropped ones."""
+        return self.trained_T if self.dropped_T is None else self.trained_T & ~self.dropped_T
+
+    @property
+    def n_counted(self) -> int:
+        """How many tokens this row puts into denominators."""
+        return self.n_trained if self.dropped_count else int(self.weighed_T.sum())
 
 
 @dataclass(frozen=True)
