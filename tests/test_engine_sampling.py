@@ -49,7 +49,7 @@ def test_frequencies_match_the_reported_distribution(spec):
     seen, output = [3, 4, 5, 200], [5, 5, 9]
     want = np.exp(processed_logprobs(logits, spec, seen, output))
     rows = torch.tensor(logits, dtype=torch.float32).expand(20000, -1)
-    tokens, logprobs = sample(rows, draws(spec, 20000, seen, output))
+    tokens, logprobs, _ = sample(rows, draws(spec, 20000, seen, output))
     counts = np.bincount(tokens, minlength=300)
     assert not counts[want == 0].any()
     statistic, freedom = chi_square(counts, want)
@@ -93,7 +93,7 @@ def test_top_p_looks_at_all_tokens_when_the_largest_do_not_hold_the_mass():
     logits[0, 0] = 1.0
     logits -= torch.arange(5000) * 1e-5
     kept = processed_logprobs(logits[0].double().numpy(), SamplingSpec(top_p=0.9))
-    tokens, logprobs = sample(logits.expand(50, -1), draws(SamplingSpec(top_p=0.9), 50))
+    tokens, logprobs, _ = sample(logits.expand(50, -1), draws(SamplingSpec(top_p=0.9), 50))
     assert logprobs == pytest.approx(kept[tokens], abs=1e-4)
     assert max(tokens) > 1024
 
@@ -118,7 +118,7 @@ def test_noise_is_pinned():
 
 def test_banned_tokens_leave_the_distribution():
     logits = torch.zeros(64, 4)
-    tokens, logprobs = sample(logits, draws(SamplingSpec(), 64, banned=(1, 3)))
+    tokens, logprobs, _ = sample(logits, draws(SamplingSpec(), 64, banned=(1, 3)))
     assert set(tokens) == {0, 2}
     assert logprobs == pytest.approx([math.log(0.5)] * 64)
 

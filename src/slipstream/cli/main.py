@@ -201,6 +201,12 @@ def serve(
     ] = None,
     threads: Annotated[Optional[int], typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None,  # noqa: UP045
     log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="Of the server.")] = "warning",
+    return_sampling_mask: Annotated[
+        bool, typer.Option("--return-sampling-mask", help="Return each token's kept set, for sampler replay.")
+    ] = False,
+    enable_return_routed_experts: Annotated[
+        bool, typer.Option("--enable-return-routed-experts", help="Return each token's experts, for routing replay.")
+    ] = False,
 ) -> None:
     """Serve a model over HTTP with vLLM's API, until interrupted."""
     from slipstream.inference import server
@@ -225,6 +231,8 @@ def serve(
         tokenizer=tokenizer,
         model_name=served,
         log_level=log_level,
+        return_sampling_mask=return_sampling_mask,
+        return_routed_experts=enable_return_routed_experts,
         ready=lambda url: print(f"serving {served} on {url} (Ctrl-C ends)", flush=True),
     )
 

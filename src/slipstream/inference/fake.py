@@ -92,6 +92,7 @@ class _Run:
     cached: int = 0
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[npt.NDArray[np.int32]] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
     aborted: bool = False
 
@@ -320,6 +321,8 @@ class FakeEngine:
                 cumulative = np.cumsum(np.exp(logprobs))
                 target = _uniform(run.seed, n) * cumulative[-1]
                 token = int(np.searchsorted(cumulative, target, side="right"))
+        if request.kept_sets and spec.truncated and not spec.greedy:
+            run.kept.append(np.flatnonzero(np.isfinite(logprobs)).astype(np.int32))
         run.ids.append(token)
         run.logprobs.append(min(float(logprobs[token]), 0.0))
         run.versions.append(self._version)
@@ -369,6 +372,7 @@ class FakeEngine:
             text,
             run.cached,
             self._prompt_logprobs(run.request) if run.request.prompt_logprobs else None,
+            kept_sets=tuple(run.kept) or None,
         )
 
     def _prompt_logprobs(self, request: GenerateRequest) -> tuple[float | None, ...]:

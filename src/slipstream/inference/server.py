@@ -49,6 +49,8 @@ class Service:
     tokenizer: Any
     model_name: str
     transfer_root: Path | None = None
+    return_sampling_mask: bool = False
+    return_routed_experts: bool = False
     counters: Counters = field(default_factory=Counters)
     children: dict[str, list[str]] = field(default_factory=dict)
     """Request ids in flight: the caller's id -> the engine's ids (several for ``n > 1``)."""
@@ -112,6 +114,8 @@ class Service:
             room,
             http.headers.get(wire.SESSION_HEADER),
             http.headers.get(wire.GROUP_HEADER),
+            self.return_sampling_mask,
+            self.return_routed_experts,
         )
 
     def served_names(self) -> tuple[str, ...]:
@@ -384,6 +388,8 @@ def build_app(
     model_name: str = "policy",
     transfer_root: Path | None = None,
     own_engine: bool = False,
+    return_sampling_mask: bool = False,
+    return_routed_experts: bool = False,
 ) -> FastAPI:
     """The application over an engine.
 
@@ -393,11 +399,13 @@ def build_app(
         model_name: what requests call the model.
         transfer_root: directory below which ``/update_weights`` may read safetensors files; None refuses updates.
         own_engine: start the engine with the application and close it with it.
+        return_sampling_mask: the token endpoint returns the kept set of every token of a truncated request.
+        return_routed_experts: the token endpoint returns the experts of every token fed (mixture of experts only).
     """
     from slipstream.inference.server_control import control_routes
     from slipstream.inference.server_openai import openai_routes
 
-    service = Service(engine, tokenizer, model_name, transfer_root)
+    service = Service(engine, tokenizer, model_name, transfer_root, return_sampling_mask, return_routed_experts)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -446,12 +454,13 @@ def serve(
     transfer_root: Path | None = None,
     log_level: str = "info",
     ready: Callable[[str], None] | None = None,
+    **returns: bool,
 ) -> None:
     """Serve until interrupted; blocks.
 
     The port is bound before the engine starts.  Ctrl-C or SIGTERM closes the engine, which ends requests in flight
     with an error, and returns (after SIGTERM the process ends as by that signal).  ``port=0`` takes a free port;
-    ``ready`` is called with the base URL once the socket listens.
+    ``ready`` is called with the base URL once the socket listens; ``returns`` are ``build_app``'s ``return_*`` flags.
 
     Raises:
         InferenceError: the port is in use, or the engine could not start.
@@ -460,7 +469,9 @@ def serve(
 
     sock = bind(host, port)
     try:
-        app = build_app(engine, tokenizer, model_name=model_name, transfer_root=transfer_root, own_engine=True)
+        app = build_app(
+            engine, tokenizer, model_name=model_name, transfer_root=transfer_root, own_engine=True, **returns
+        )
         config = uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=5, lifespan="on")
 
         class Server(uvicorn.Server):

@@ -14,6 +14,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
+
 from slipstream.errors import ContractError
 from slipstream.trajectory import SamplingSpec, VersionRun
 
@@ -29,6 +32,7 @@ class GenerateRequest:
     ``group_id`` is a hint that several requests share a prompt (the engine may compute it once).
     ``seed`` keys the sampling noise: token ``i`` of the output is drawn with noise ``(seed, i)``.
     ``cache_salt`` separates prefix caches; ``min_tokens`` bans stops before that many tokens.
+    ``kept_sets`` and ``routed_experts`` ask for what the trainer has to replay; see ``GenerateResult``.
     """
 
     request_id: str
@@ -46,6 +50,8 @@ class GenerateRequest:
     cache_salt: str | None = None
     priority: int = 0
     prompt_logprobs: bool = False
+    kept_sets: bool = False
+    routed_experts: bool = False
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -75,6 +81,11 @@ class GenerateResult:
     """At temperature 1, one per prompt token; None for the first, which nothing predicts."""
     finished: bool = True
     """False on the partial results of ``stream``, whose ``finish_reason`` means nothing yet."""
+    kept_sets: tuple[npt.NDArray[np.int32], ...] | None = field(default=None, compare=False)
+    """Per token, the ids that top-p, top-k and min-p left (vLLM's ``sampling_mask``); None when nothing was cut."""
+    routed_experts: npt.NDArray[np.int16] | None = field(default=None, compare=False)
+    """``(prompt + output - 1, layers, top-k)``: the experts of every token that was fed, prompt first.  A mixture of
+    experts only, and only on the whole result."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,16 @@ requests carry, so they travel as headers: ``X-Session-ID`` (the routers' sessio
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from slipstream.errors import ContractError, InferenceError, RequestError
@@ -51,6 +55,7 @@ class RequestContext:
     """What the transport knows and the body does not.
 
     ``room`` is how many tokens fit after the prompt; it caps ``max_tokens`` when the caller gave none.
+    ``kept_sets`` and ``routed_experts``: the server was started to return them (flags of the server, as in vLLM).
     """
 
     request_id: str
@@ -58,6 +63,8 @@ class RequestContext:
     room: int
     session_id: str | None = None
     group_id: str | None = None
+    kept_sets: bool = False
+    routed_experts: bool = False
 
 
 class SamplingFields(Wire):
@@ -127,6 +134,8 @@ class SamplingFields(Wire):
                 cache_salt=cache_salt,
                 priority=priority,
                 prompt_logprobs=prompt_logprobs,
+                kept_sets=context.kept_sets,
+                routed_experts=context.routed_experts,
             )
             for i in range(self.n)
         ]
@@ -275,6 +284,13 @@ def new_id(prefix: str) -> str:
 # ---- results to JSON
 
 
+def array_text(array: npt.NDArray[Any]) -> str:
+    """An array as base64 of numpy's file format, as vLLM sends ``routed_experts``."""
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
+
+
 def usage_json(prompt_tokens: int, results: Sequence[GenerateResult]) -> dict[str, Any]:
     """OpenAI's ``usage``."""
     made = sum(len(r.token_ids) for r in results)
@@ -317,8 +333,8 @@ def generate_choice(
         "stop_reason": result.stop_reason if last else None,
         "token_ids": list(result.token_ids),
         "logprobs": None,
-        "routed_experts": None,
-        "sampling_mask": None,
+        "routed_experts": None if result.routed_experts is None else array_text(result.routed_experts),
+        "sampling_mask": None if result.kept_sets is None else [kept.tolist() for kept in result.kept_sets],
         "weight_versions": versions_json(result) if last else None,
     }
     if token_text is not None:
@@ -413,6 +429,40 @@ def _read_prompt_logprobs(request: GenerateRequest, rows: Any, where: str) -> tu
     return tuple(None if row is None else _logprob(row[str(token)]["logprob"], where) for token, row in pairs)
 
 
+def _read_kept_sets(
+    request: GenerateRequest, ids: Sequence[int], rows: Any, where: str
+) -> tuple[npt.NDArray[np.int32], ...] | None:
+    spec = request.sampling
+    cut = not spec.greedy and (spec.top_p < 1 or spec.top_k != -1 or spec.min_p > 0)
+    if not request.kept_sets or not cut or not ids:
+        return None
+    if rows is None or len(rows) != len(ids):
+        raise InferenceError(
+            f"{where}: kept sets were asked for and do not cover the output; start the server with "
+            "--return-sampling-mask (vLLM also wants --logprobs-mode processed_logprobs, and top_k > 0 in each request)"
+        )
+    kept = tuple(np.asarray(row, dtype=np.int32) for row in rows)
+    for token, row in zip(ids, kept, strict=True):
+        if token not in row:
+            raise InferenceError(f"{where}: the kept set of token {token} does not contain it")
+    return kept
+
+
+def _read_routes(request: GenerateRequest, tokens: int, text: Any, where: str) -> npt.NDArray[np.int16] | None:
+    if not request.routed_experts or not tokens:
+        return None
+    if text is None:
+        raise InferenceError(
+            f"{where}: routed experts were asked for and not returned; serve a mixture-of-experts model with "
+            "--enable-return-routed-experts"
+        )
+    routes = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+    want = len(request.token_ids) + tokens - 1
+    if routes.ndim != 3 or len(routes) < want:  # the last part of a stream knows only its own tokens
+        raise InferenceError(f"{where}: routed_experts of shape {routes.shape} do not cover the {want} tokens fed")
+    return np.asarray(routes, dtype=np.int16)
+
+
 def read_choice(
     request: GenerateRequest, choice: Mapping[str, Any], envelope: Mapping[str, Any], where: str, *, last: bool = True
 ) -> GenerateResult:
@@ -430,6 +480,8 @@ def read_choice(
         usage = envelope.get("usage") or {}
         cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
         prompt = _read_prompt_logprobs(request, envelope.get("prompt_logprobs"), where) if last else None
+        kept = _read_kept_sets(request, ids, choice.get("sampling_mask"), where)
+        routes = _read_routes(request, len(ids), choice.get("routed_experts"), where) if last else None
     except (KeyError, TypeError, ValueError, ContractError) as error:
         raise InferenceError(f"{where}: the answer is not in the contract's form ({error!r})") from error
     if len(logprobs) != len(ids):
@@ -448,6 +500,8 @@ def read_choice(
         cached_tokens=cached,
         prompt_logprobs=prompt,
         finished=last,
+        kept_sets=kept,
+        routed_experts=routes,
     )
 
 

@@ -17,6 +17,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -183,6 +185,8 @@ class ForwardPlan:
     segments: list[Segment]
     decode: DecodeBatch | None
     rows: RowStore
+    routes: npt.NDArray[np.int16] | None = None
+    """(N, layers, top-k): the experts that a runner with routers reports after the pass."""
 
     def attend(
         self,

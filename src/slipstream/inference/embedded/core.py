@@ -92,6 +92,8 @@ class EngineCore:
                 f"{name}: {n} prompt tokens and up to {limit} new ones can never fit into a KV cache of "
                 f"{self.settings.kv_cache_tokens} tokens; raise inference.kv_cache_tokens or lower max_tokens"
             )
+        if request.routed_experts and not self.runner.routers:
+            raise RequestError(f"{name}: routed_experts asked for, but this model has no expert routers that report")
         in_flight = (s.request.request_id for s in (*self.waiting, *self.running))
         if request.request_id in in_flight:
             raise RequestError(f"{name} is already in flight; ids must be unique")
@@ -241,6 +243,7 @@ class EngineCore:
         if features_of:  # else every prompt is cached to its end, and nothing decodes yet
             wanted = torch.tensor([row for _, row in features_of], device=self.runner.device)
             features = self.runner.forward(plan, wanted)
+            self._note_routes(plan)
         for i, (owner, _) in enumerate(features_of):
             if owner is not None and features is not None:
                 owner.features = features[i : i + 1].clone()
@@ -250,6 +253,18 @@ class EngineCore:
         self._sample(features, fresh)
         self.totals["steps_total"] += 1
         self.totals["prefill_tokens_total"] += sum(s.end - s.begin for s in plan.segments)
+
+    def _note_routes(self, plan: ForwardPlan) -> None:
+        """Experts stay with the block, or the row, whose keys were computed through them."""
+        if plan.routes is None:
+            return
+        for segment in plan.segments:
+            if not segment.reread:
+                segment.node.routes = plan.routes[segment.begin : segment.end]
+        if plan.decode is not None:
+            for i, sequence in enumerate(self.decoding):
+                at = plan.decode.begin + i
+                sequence.routes.append(plan.routes[at : at + 1])
 
     def _drop_cancelled(self) -> None:
         self.waiting = [s for s in self.waiting if not s.future.cancelled()]
@@ -479,12 +494,12 @@ class EngineCore:
             place = {key: len(self.decoding) + i for i, key in enumerate(leaves)}
             index = [*range(len(self.decoding)), *(place[id(s.leaf)] for s in fresh)]
             logits = logits[torch.tensor(index, device=logits.device)]
-        tokens, logprobs = sample(logits, [s.draw() for s in sequences])
+        tokens, logprobs, kept = sample(logits, [s.draw() for s in sequences])
         self.totals["generation_tokens_total"] += len(tokens)
         self._recent.append((time.monotonic(), len(tokens)))
         ended = []
-        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
-            reasons = sequence.accept(token, logprob, self.version)
+        for sequence, token, logprob, kept_set in zip(sequences, tokens, logprobs, kept, strict=True):
+            reasons = sequence.accept(token, logprob, self.version, kept_set)
             if reasons is None:
                 sequence.report()
             else:
@@ -492,6 +507,7 @@ class EngineCore:
         for sequence in fresh:
             assert sequence.leaf is not None
             sequence.row, sequence.row_start = len(self.decoding), sequence.leaf.end
+            sequence.routes = [n.routes for n in sequence.leaf.path() if n.routes is not None]
             self.decoding.append(sequence)
             self._replan = True
         for sequence, (reason, stop_reason) in ended:
@@ -531,4 +547,4 @@ class EngineCore:
             return
         begin = leaf.end + matched - sequence.row_start
         block = self.rows.buffer[:, :, sequence.row, :, begin : begin + len(rest)].clone()
-        self.tree.extend(node, rest, block)
+        self.tree.extend(node, rest, block).routes = sequence.routes_from(leaf.end + matched)

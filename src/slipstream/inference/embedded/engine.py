@@ -148,6 +148,7 @@ class EmbeddedEngine:
             "runner": runner.kind,
             "dtype": self.settings.dtype,
             "vocab": runner.vocab_size,
+            "routers": runner.routers,
             "determinism": "exact" if self._exact else "fast",
         }
         self._info = EngineInfo(self._name, length, tuple(sorted(eos)), extra)

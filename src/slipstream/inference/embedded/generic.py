@@ -4,7 +4,8 @@ Owns: ``GenericRunner``: the model's own modules with an attention function of o
 transformers' attention interface.  Refuses: layers that keep state outside attention, cross-attention, attention
 sinks, key and value heads of different sizes (``ModelError``).
 
-The packed batch goes in as one row; since the attention function alone mixes tokens, that is exact.
+The packed batch goes in as one row; since the attention function alone mixes tokens, that is exact.  The experts that
+a mixture-of-experts model sent each token to are reported in ``plan.routes``.
 Features are logits: soft caps and scales of the model's head are then the model's own business.
 """
 
@@ -21,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from slipstream.errors import ModelError
 from slipstream.inference.embedded.attention import ForwardPlan
+from slipstream.inference.embedded.routers import RouteRecorder
 
 _NAME = "slipstream_embedded"
 
@@ -90,6 +92,7 @@ class GenericRunner:
         self.vocab_size = int(head.weight.shape[0])
         self.dtype, self.device = head.weight.dtype, head.weight.device
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._recorder = RouteRecorder(model)
         shapes = self._probe()
         expected = int(model.config.get_text_config().num_hidden_layers)
         if len(shapes) != expected or len(set(shapes)) != 1:
@@ -97,6 +100,7 @@ class GenericRunner:
                 f"{name}: {len(shapes)} of {expected} layers use standard attention (shapes {sorted(set(shapes))}); "
                 "models with other state or uneven heads are not supported by the embedded engine"
             )
+        self.routers = self._recorder.layers
         self.layers = expected
         self.kv_heads, self.head_dim = shapes[0]
         self._named = dict(model.named_parameters(remove_duplicate=False))
@@ -124,8 +128,11 @@ class GenericRunner:
         _active.plan = plan
         try:
             if self._keeps_rows:
-                return self._run(plan.token_ids, plan.positions, logits_to_keep=wanted)
-            return self._run(plan.token_ids, plan.positions)[wanted]
+                logits = self._run(plan.token_ids, plan.positions, logits_to_keep=wanted)
+            else:
+                logits = self._run(plan.token_ids, plan.positions)[wanted]
+            plan.routes = self._recorder.take(len(plan.token_ids))
+            return logits
         finally:
             _active.plan = None
 

@@ -59,6 +59,7 @@ class LlamaRunner:
     """See the module's contract."""
 
     kind = "llama"
+    routers = 0
 
     @staticmethod
     def fits(model: Any) -> bool:

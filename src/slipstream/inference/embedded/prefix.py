@@ -34,9 +34,10 @@ class Node:
 
     ``kv`` has shape (layers, 2, kv_heads, tokens, head_dim).  ``features`` is what the model's vocabulary
     projection needs to predict the token after the last one; None where nobody asked for it.
+    ``routes`` (tokens, layers, top-k) are the experts that its tokens went to; None for models without routers.
     """
 
-    __slots__ = ("children", "features", "kept", "kv", "parent", "refs", "start", "tokens", "used")
+    __slots__ = ("children", "features", "kept", "kv", "parent", "refs", "routes", "start", "tokens", "used")
 
     def __init__(self, tokens: Tokens, parent: Node | None, kept: bool) -> None:
         self.tokens = tokens
@@ -46,6 +47,7 @@ class Node:
         self.children: list[Node] = []
         self.kv: torch.Tensor | None = None
         self.features: torch.Tensor | None = None
+        self.routes: npt.NDArray[np.int16] | None = None
         self.refs = 0
         self.used = 0
 
@@ -121,6 +123,8 @@ class PrefixTree:
         if node.kv is not None:
             # Copies, not views: a view would keep the whole block alive after half of it was evicted.
             front.kv, node.kv = node.kv[..., :at, :].clone(), node.kv[..., at:, :].clone()
+        if node.routes is not None:
+            front.routes, node.routes = node.routes[:at].copy(), node.routes[at:].copy()
         node.tokens, node.parent, node.start = node.tokens[at:].copy(), front, front.end
         return front
 
@@ -154,7 +158,7 @@ class PrefixTree:
         assert node.parent is not None
         node.parent.children.remove(node)
         self.tokens -= len(node.tokens)
-        node.kv = node.features = None
+        node.kv = node.features = node.routes = None
 
     def _leaves(self, node: Node) -> Iterator[Node]:
         stack = [node]

@@ -34,6 +34,8 @@ class ModelRunner(Protocol):
     dtype: torch.dtype
     device: torch.device
     kind: str
+    routers: int
+    """Mixture-of-experts layers whose choices ``forward`` leaves in ``plan.routes``; 0 for a dense model."""
 
     def forward(self, plan: ForwardPlan, wanted: torch.Tensor) -> torch.Tensor:
         """Run the packed batch; features of the packed rows ``wanted``."""

@@ -1,6 +1,7 @@
 """Drawing tokens: exact distributions, keyed noise, log-probabilities of what was really sampled.
 
-Owns: penalties, bans, temperature, truncation, the draw, the log-prob.  Refuses: stop conditions, global random state.
+Owns: penalties, bans, temperature, truncation, the draw, the log-prob, the kept set.
+Refuses: stop conditions, global random state.
 
 * **Order**: penalties and bans, temperature, min-p, top-k, top-p (each on what the former left; vLLM's order).
   Every truncation keeps the tokens whose logit reaches a threshold, so ties stay together and the kept set is
@@ -9,6 +10,7 @@ Owns: penalties, bans, temperature, truncation, the draw, the log-prob.  Refuses
   pure function of (seed, position): what else is in the batch cannot change the draw, apart from numerics.
 * **Log-prob**: of the truncated, tempered distribution, from float32 logits.  At temperature 0 the token is the
   argmax and its log-prob is that of temperature 1 (vLLM's ``processed_logprobs``).
+* **Kept set**: the ids that truncation (and bans) left, for a draw that asks and whose spec truncates.
 
 >>> float(uniform(np.array([7]), np.array([0]))[0]) == float(uniform(np.array([7]), np.array([0]))[0])
 True
@@ -19,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +63,13 @@ class Draw:
     prompt: npt.NDArray[np.int64]
     output: Sequence[int]
     banned: tuple[int, ...] = ()
+    report_kept: bool = False
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some ids get no probability."""
+        spec = self.spec
+        return not spec.greedy and (spec.min_p > 0 or spec.top_k != -1 or spec.top_p < 1)
 
     @property
     def penalised(self) -> bool:
@@ -106,9 +116,8 @@ def _threshold(scaled: torch.Tensor, spec: SamplingSpec) -> torch.Tensor:
 def _truncate(scaled: torch.Tensor, draws: Sequence[Draw]) -> None:
     by_spec: dict[SamplingSpec, list[int]] = {}
     for i, draw in enumerate(draws):
-        spec = draw.spec
-        if not spec.greedy and (spec.min_p > 0 or spec.top_k != -1 or spec.top_p < 1):
-            by_spec.setdefault(spec, []).append(i)
+        if draw.truncates:
+            by_spec.setdefault(draw.spec, []).append(i)
     for spec, members in by_spec.items():
         rows = torch.tensor(members, device=scaled.device)
         part = scaled[rows]
@@ -132,8 +141,11 @@ def _inverse_cdf(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return (block * _BLOCK + torch.searchsorted(inside, rest, right=True).clamp_(max=_BLOCK - 1))[:, 0]
 
 
-def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
-    """Draw one token per row of ``logits`` (M, V); returns ids and log-probs (natural, <= 0)."""
+KeptSet: TypeAlias = npt.NDArray[np.int32]
+
+
+def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float], list[KeptSet | None]]:
+    """Draw one token per row of ``logits`` (M, V); returns ids, log-probs (natural, <= 0) and kept sets, ascending."""
     scaled = logits.float()
     if scaled.data_ptr() == logits.data_ptr():
         scaled = scaled.clone()  # rows are changed in place below
@@ -158,7 +170,15 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[list[int], list
         if greedy:
             tokens[greedy] = scaled[greedy].argmax(-1)
     logprobs = probs.gather(-1, tokens[:, None])[:, 0].double().log_().clamp_(max=0.0)
-    return tokens.tolist(), logprobs.tolist()
+    return tokens.tolist(), logprobs.tolist(), _kept_sets(scaled, draws)
+
+
+def _kept_sets(scaled: torch.Tensor, draws: Sequence[Draw]) -> list[KeptSet | None]:
+    kept: list[KeptSet | None] = [None] * len(draws)
+    for i, draw in enumerate(draws):
+        if draw.report_kept and draw.truncates:
+            kept[i] = torch.isfinite(scaled[i]).nonzero()[:, 0].to(torch.int32).cpu().numpy()
+    return kept
 
 
 def target_logprobs(logits: torch.Tensor, targets: torch.Tensor) -> list[float]:

@@ -1,6 +1,6 @@
 """One request in flight: its tokens, when it stops, and what the caller gets.
 
-Owns: ``Sequence``, stop conditions, text and its cut at a stop string, version runs, partial results.
+Owns: ``Sequence``, stop conditions, text and its cut at a stop string, version runs, what is replayed, partial results.
 Refuses: the model, the cache's policy.
 
 Stops are checked in this order: stop token ids, end-of-sequence ids, stop strings, length.  The token that completed
@@ -12,16 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from tokenizers.decoders import DecodeStream
 
 from slipstream.errors import RequestError
 from slipstream.inference.embedded.prefix import Node, Tokens
-from slipstream.inference.embedded.sampling import Draw
+from slipstream.inference.embedded.sampling import Draw, KeptSet
 from slipstream.inference.types import FinishReason, GenerateRequest, GenerateResult
 from slipstream.trajectory import VersionRun
+
+Tokens16: TypeAlias = npt.NDArray[np.int16]
 
 
 class TextStream:
@@ -74,6 +77,9 @@ class Sequence:
         self.output: list[int] = []
         self.logprobs: list[float] = []
         self.prompt_logprobs: tuple[float | None, ...] | None = None
+        self.kept: list[KeptSet | None] = []
+        self.routes: list[Tokens16] = []
+        """Experts of the tokens fed so far, (n, layers, top-k) each: the prompt first, then token by token."""
         self._runs: list[tuple[str, int]] = []
         self._stream = TextStream(tokenizer) if request.stop or (listener and tokenizer is not None) else None
         self._cut: int | None = None
@@ -98,10 +104,14 @@ class Sequence:
         """How to sample the next token."""
         position = len(self.output)
         banned = self._banned if position < self.request.min_tokens else ()
-        return Draw(self.request.sampling, self.seed, position, self.prompt, self.output, banned)
+        request = self.request
+        return Draw(request.sampling, self.seed, position, self.prompt, self.output, banned, request.kept_sets)
 
-    def accept(self, token: int, logprob: float, version: str) -> tuple[FinishReason, int | str | None] | None:
+    def accept(
+        self, token: int, logprob: float, version: str, kept: KeptSet | None = None
+    ) -> tuple[FinishReason, int | str | None] | None:
         """Append a sampled token; the finish reason and stop reason if it is the last."""
+        self.kept.append(kept)
         if not self._runs or self._runs[-1][0] != version:
             self._runs.append((version, len(self.output)))
         self.output.append(token)
@@ -143,6 +153,14 @@ class Sequence:
             return ""
         return str(self._tokenizer.decode(self.output, skip_special_tokens=True))
 
+    def _kept_sets(self, start: int) -> tuple[KeptSet, ...] | None:
+        found = tuple(kept for kept in self.kept[start:] if kept is not None)
+        return found if found and len(found) == len(self.kept) - start else None
+
+    def routes_from(self, position: int) -> Tokens16 | None:
+        """Experts of the fed tokens from this position on; None when the model has no routers."""
+        return np.concatenate(self.routes)[position:] if self.routes else None
+
     def result(self, reason: FinishReason, stop_reason: int | str | None) -> GenerateResult:
         """The whole answer."""
         return GenerateResult(
@@ -155,6 +173,8 @@ class Sequence:
             self._text(),
             self.cached,
             self.prompt_logprobs,
+            kept_sets=self._kept_sets(0),
+            routed_experts=self.routes_from(0) if self.request.routed_experts else None,
         )
 
     def report(self) -> None:
@@ -176,6 +196,7 @@ class Sequence:
                 (),
                 piece,
                 finished=False,
+                kept_sets=self._kept_sets(done),
             )
         )
 
@@ -191,6 +212,8 @@ class Sequence:
             whole.text[self._sent_text :],
             whole.cached_tokens,
             whole.prompt_logprobs,
+            kept_sets=self._kept_sets(self._sent_tokens),
+            routed_experts=whole.routed_experts,
         )
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:

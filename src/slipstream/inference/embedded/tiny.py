@@ -62,6 +62,14 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
     },
+    "mixtral": {
+        **_LLAMA_LIKE,
+        "model_type": "mixtral",
+        "sliding_window": None,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
     "gpt2": {
         "model_type": "gpt2",
         "n_positions": 512,
@@ -104,7 +112,7 @@ def tiny_model(seed: int = 0, vocab: int = VOCAB_SIZE, arch: str = "llama", **ov
     Args:
         seed: of the weights; equal seeds give equal weights.
         vocab: rows of the embedding; at least 300 for text to be decodable.
-        arch: llama, qwen2, qwen3, mistral, gemma2, phi3, olmo2, qwen3_moe, gpt2 or mamba.
+        arch: llama, qwen2, qwen3, mistral, gemma2, phi3, olmo2, qwen3_moe, mixtral, gpt2 or mamba.
         **overrides: fields of the transformers config, e.g. ``num_hidden_layers=1``.
     """
     if arch not in _ARCHITECTURES:
