@@ -319,7 +319,7 @@ async def test_files_outside_the_transfer_directory_are_refused(tmp_path):
 
 
 async def test_server_without_a_transfer_directory_refuses_weights():
-    with pytest.raises(RequestError, match="takes no weights from disk"):
+    with pytest.raises(RequestError, match="takes no weights; start it with a transfer directory"):
         await connect(fake()).call("POST", "/update_weights", {"update_info": {"path": "x"}})
 
 

@@ -1,6 +1,7 @@
 """One content checksum for a tensor, the same in the trainer, the engine and the publisher.
 
-Owns: ``tensor_checksum`` (numpy arrays and torch tensors) and reading such a checksum back.
+Owns: ``tensor_checksum`` (numpy arrays and torch tensors), the bytes it covers (``tensor_data``) and reading such a
+checksum back.
 Refuses: importing torch (tensors are recognised by what they offer), cryptographic strength.
 
 A checksum is ``dtype[shape]:crc32``, for example ``bfloat16[3,4]:1c291ca3``.  The dtype and shape are in
@@ -18,16 +19,18 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from slipstream.errors import ContractError
 
 _FORM = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[\d,]*)\]:(?P<crc>[0-9a-f]{8})")
 
 
-def _torch_array(tensor: Any) -> tuple[str, Any]:
+def _torch_data(tensor: Any) -> tuple[str, npt.NDArray[np.uint8]]:
     """Dtype name and a C-contiguous numpy view of a torch tensor's bytes (no copy when already so)."""
     import torch  # only ever reached with a torch tensor in hand
 
@@ -39,6 +42,26 @@ def _torch_array(tensor: Any) -> tuple[str, Any]:
     return name, held.reshape(-1).view(torch.uint8).numpy()
 
 
+def tensor_data(tensor: Any) -> tuple[str, tuple[int, ...], npt.NDArray[np.uint8]]:
+    """``(dtype, shape, bytes)`` of a numpy array or torch tensor; the bytes alias a contiguous host tensor.
+
+    Raises:
+        ContractError: ``tensor`` is neither.
+    """
+    if isinstance(tensor, np.ndarray | np.generic):
+        array = np.asarray(tensor)
+        return array.dtype.name, array.shape, np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    if type(tensor).__module__.split(".")[0] == "torch" and hasattr(tensor, "detach"):
+        name, data = _torch_data(tensor)
+        return name, tuple(int(n) for n in tensor.shape), data
+    raise ContractError(f"cannot checksum a {type(tensor).__name__}; want a numpy array or a torch tensor")
+
+
+def data_checksum(dtype: str, shape: Sequence[int], data: npt.NDArray[np.uint8]) -> str:
+    """The checksum of ``data``, the bytes of a tensor in row-major order."""
+    return f"{dtype}[{','.join(map(str, shape))}]:{zlib.crc32(data.data):08x}"
+
+
 def tensor_checksum(tensor: Any) -> str:
     """``dtype[shape]:crc32`` of a numpy array or torch tensor (any device, any strides).
 
@@ -47,17 +70,7 @@ def tensor_checksum(tensor: Any) -> str:
     Raises:
         ContractError: ``tensor`` is neither.
     """
-    shape: tuple[int, ...]
-    if isinstance(tensor, np.ndarray | np.generic):
-        array = np.asarray(tensor)
-        shape, name = array.shape, array.dtype.name
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    elif type(tensor).__module__.split(".")[0] == "torch" and hasattr(tensor, "detach"):
-        shape = tuple(int(n) for n in tensor.shape)
-        name, data = _torch_array(tensor)
-    else:
-        raise ContractError(f"cannot checksum a {type(tensor).__name__}; want a numpy array or a torch tensor")
-    return f"{name}[{','.join(map(str, shape))}]:{zlib.crc32(data.data):08x}"
+    return data_checksum(*tensor_data(tensor))
 
 
 def parse_checksum(text: str) -> tuple[str, tuple[int, ...], str] | None:

@@ -23,6 +23,7 @@ import contextlib
 import json
 import tempfile
 import uuid
+import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -93,12 +94,17 @@ class HttpEngine:
         self._control = control_seconds
         self._transfer_dir = transfer_dir
         self._eos = tuple(eos_token_ids)
-        # Deadlines are set per call, around the whole call; httpx's own are per chunk and would not bound it.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        self._http = httpx.AsyncClient(base_url=self.base_url, timeout=None, limits=limits, transport=transport)
+        self._transport = transport
+        self._http = self._connect()
         self._in_flight: dict[str, asyncio.Task[Any]] = {}
+        self._cut: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
         self._closed = False
         self._info: EngineInfo | None = None
+
+    def _connect(self) -> httpx.AsyncClient:
+        # Deadlines are set per call, around the whole call; httpx's own are per chunk and would not bound it.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        return httpx.AsyncClient(base_url=self.base_url, timeout=None, limits=limits, transport=self._transport)
 
     @classmethod
     def in_process(cls, app: Any, **options: Any) -> HttpEngine:
@@ -123,11 +129,26 @@ class HttpEngine:
         if self._closed:
             return
         self._closed = True
+        await self._cancel_all()
+        await self._http.aclose()
+
+    async def _cancel_all(self) -> None:
         tasks = list(self._in_flight.values())
+        self._cut.update(tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def reconnect(self, base_url: str) -> None:
+        """Speak to another server from now on (a replica that came back on another port).
+
+        Requests in flight raise ``InferenceError``; what the old server told about itself is forgotten.
+        """
+        self._check_open()
+        await self._cancel_all()
         await self._http.aclose()
+        self.base_url, self._info = base_url.rstrip("/"), None
+        self._http = self._connect()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -233,9 +254,9 @@ class HttpEngine:
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            if self._closed and work.cancelled():
+            if work in self._cut and work.cancelled():
                 raise InferenceError(
-                    f"request {request.request_id}: the client of {self.base_url} was closed"
+                    f"request {request.request_id}: the client was closed, or moved to another server"
                 ) from None
             # Cancelled from outside: cut the connection, at which the server aborts the request.
             work.cancel()
@@ -360,6 +381,14 @@ class HttpEngine:
             raise InferenceError(f"cannot write {path}: {error}") from error
         finally:
             path.unlink(missing_ok=True)
+
+    async def init_transfer(self, info: Mapping[str, Any]) -> None:
+        """Prepare a way for weights to travel; ``info`` is a message of ``slipstream.inference.transfer``."""
+        await self.call("POST", "/init_weight_transfer_engine", {"init_info": dict(info)})
+
+    async def transfer(self, info: Mapping[str, Any]) -> None:
+        """Announce weights that travel by themselves (file, shared memory, broadcast, packets); wait for the load."""
+        await self.call("POST", "/update_weights", {"update_info": dict(info)}, deadline=self._timeout)
 
     async def finish_weight_update(self, weight_version: str) -> None:
         await self.call("POST", "/finish_weight_update", {"weight_version": weight_version})

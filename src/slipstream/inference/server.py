@@ -34,6 +34,7 @@ from pydantic import ValidationError
 from slipstream.errors import ContractError, InferenceError, RequestError, SlipstreamError
 from slipstream.inference import wire
 from slipstream.inference.metrics import Counters, prometheus_text
+from slipstream.inference.transfer.receiver import Receiver
 from slipstream.inference.types import Engine, EngineInfo, GenerateRequest, GenerateResult
 
 
@@ -48,7 +49,8 @@ class Service:
     engine: Engine
     tokenizer: Any
     model_name: str
-    transfer_root: Path | None = None
+    receiver: Receiver | None = None
+    """Takes weights from other processes; None refuses them."""
     return_sampling_mask: bool = False
     return_routed_experts: bool = False
     counters: Counters = field(default_factory=Counters)
@@ -397,7 +399,7 @@ def build_app(
         engine: any ``Engine``.
         tokenizer: anything with ``encode``, ``decode`` and ``apply_chat_template``; None serves tokens only.
         model_name: what requests call the model.
-        transfer_root: directory below which ``/update_weights`` may read safetensors files; None refuses updates.
+        transfer_root: directory below which files of weights may lie; None refuses weights by every way.
         own_engine: start the engine with the application and close it with it.
         return_sampling_mask: the token endpoint returns the kept set of every token of a truncated request.
         return_routed_experts: the token endpoint returns the experts of every token fed (mixture of experts only).
@@ -405,7 +407,8 @@ def build_app(
     from slipstream.inference.server_control import control_routes
     from slipstream.inference.server_openai import openai_routes
 
-    service = Service(engine, tokenizer, model_name, transfer_root, return_sampling_mask, return_routed_experts)
+    receiver = Receiver(transfer_root) if transfer_root is not None else None
+    service = Service(engine, tokenizer, model_name, receiver, return_sampling_mask, return_routed_experts)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -416,6 +419,8 @@ def build_app(
         finally:
             if own_engine:
                 await engine.close()
+            if receiver is not None:
+                receiver.close()
 
     from slipstream import __version__
 

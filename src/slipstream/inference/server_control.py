@@ -1,8 +1,9 @@
 """The control plane over HTTP: pause, abort, weights, caches, sleep.
 
-Owns: the routes that the publisher and the schedulers call, and the disk transfer backend: ``/update_weights`` reads
-one safetensors file below the directory that the server was started with.
-Refuses: reading any other path, and weight transfer when no directory was allowed.
+Owns: the routes that the publisher and the schedulers call.  ``/update_weights`` takes weights by every way that
+``slipstream.inference.transfer`` knows: files and delta packets below the directory that the server was started with,
+shared memory, a Gloo broadcast.
+Refuses: reading any other path, and all weight transfer when no directory was allowed.
 
 The order of an update is pause -> start -> update (any number) -> finish(version) -> resume; a call out of order
 is a 409 and changes nothing.
@@ -12,15 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
-from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 
 from slipstream.errors import RequestError
+from slipstream.inference.transfer.messages import parse_shipment
+from slipstream.inference.transfer.raw import Raw
+from slipstream.inference.transfer.receiver import Receiver
 from slipstream.inference.types import PauseMode
 from slipstream.inference.wire import Wire
 
@@ -34,28 +35,16 @@ class AbortBody(Wire):
     request_ids: list[str] | None = None
 
 
-class InitInfo(Wire):
-    """The disk backend's ``init_info``: where the files will be."""
-
-    directory: str
-
-
 class InitBody(Wire):
-    """``/init_weight_transfer_engine``."""
+    """``/init_weight_transfer_engine``; see ``slipstream.inference.transfer.messages``."""
 
-    init_info: InitInfo
-
-
-class UpdateInfo(Wire):
-    """The disk backend's ``update_info``: one safetensors file in checkpoint names."""
-
-    path: str
+    init_info: dict[str, Any]
 
 
 class UpdateBody(Wire):
-    """``/update_weights``."""
+    """``/update_weights``; see ``slipstream.inference.transfer.messages``."""
 
-    update_info: UpdateInfo
+    update_info: dict[str, Any]
 
 
 class FinishBody(Wire):
@@ -77,28 +66,9 @@ class CheckerBody(Wire):
     baseline: dict[str, str] | None = None
 
 
-def read_safetensors(path: Path) -> Mapping[str, Any]:
-    """All tensors of a file: torch tensors where torch is installed (it knows bfloat16), else numpy arrays."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise RequestError("reading weights needs the package safetensors: pip install 'slipstream[torch]'") from error
-    framework = "pt" if importlib.util.find_spec("torch") else "np"
-    try:
-        with safe_open(str(path), framework=framework) as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    except (OSError, SafetensorError) as error:
-        raise RequestError(f"{path}: not a readable safetensors file ({error})") from error
-
-
-def allowed(root: Path | None, given: str) -> Path:
-    """``given`` as a real path below ``root``; anything else is refused."""
-    if root is None:
-        raise RequestError("this server takes no weights from disk; start it with a transfer directory")
-    path, base = Path(os.path.realpath(given)), Path(os.path.realpath(root))
-    if path != base and base not in path.parents:
-        raise RequestError(f"{given}: outside the transfer directory {base}")
-    return path
+def as_tensor(raw: Raw) -> Any:
+    """A torch view where torch is installed (it knows bfloat16), else a numpy view."""
+    return raw.torch() if importlib.util.find_spec("torch") else raw.numpy()
 
 
 def _require_query(http: Request, *names: str) -> None:
@@ -177,31 +147,43 @@ def _weight_routes(service: Service) -> APIRouter:
     router = APIRouter()
     engine = service.engine
 
+    def receiver() -> Receiver:
+        if service.receiver is None:
+            raise RequestError("this server takes no weights; start it with a transfer directory")
+        return service.receiver
+
     @router.post("/init_weight_transfer_engine")
     async def init(body: InitBody) -> dict[str, str]:
-        directory = allowed(service.transfer_root, body.init_info.directory)
-        if not directory.is_dir():
-            raise RequestError(f"{directory}: not a directory that this server can see")
+        await asyncio.to_thread(receiver().init, body.init_info)
         return {"message": "Weight transfer initialized"}
 
     @router.post("/start_weight_update")
     async def start() -> dict[str, str]:
         await _need_paused(service, "start_weight_update")
         await engine.start_weight_update()
+        if service.receiver is not None:
+            service.receiver.begin()
         return {"message": "Weight update started"}
 
     @router.post("/update_weights")
     async def update(body: UpdateBody) -> dict[str, str]:
-        path = allowed(service.transfer_root, body.update_info.path)
+        parse_shipment(body.update_info)  # a wrong body is said first, whatever the server allows
+        taker = receiver()
         await _need_paused(service, "update_weights")
-        tensors = await asyncio.to_thread(read_safetensors, path)
-        await engine.update_weights(tensors)
+        try:
+            found = await asyncio.to_thread(taker.receive, body.update_info)
+            await engine.update_weights({name: as_tensor(raw) for name, raw in found.items()})
+        except BaseException:
+            taker.release()
+            raise
         return {"message": "Weights updated"}
 
     @router.post("/finish_weight_update")
     async def finish(body: FinishBody) -> dict[str, str]:
         await _need_paused(service, "finish_weight_update")
         await engine.finish_weight_update(body.weight_version)
+        if service.receiver is not None:
+            service.receiver.release()  # the engine holds copies
         return {"message": "Weight update finished"}
 
     @router.post("/update_weight_version")
@@ -252,7 +234,7 @@ def control_routes(service: Service) -> APIRouter:
             "version": __version__,
             "served_model": service.model_name,
             "weight_version": await service.engine.weight_version(),
-            "weight_transfer": "disk" if service.transfer_root is not None else None,
+            "weight_transfer": "slipstream" if service.receiver is not None else None,
             **describe_engine(await service.engine.info()),
         }
 
