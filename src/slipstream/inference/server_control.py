@@ -169,6 +169,7 @@ def _weight_routes(service: Service) -> APIRouter:
     async def update(body: UpdateBody) -> dict[str, str]:
         parse_shipment(body.update_info)  # a wrong body is said first, whatever the server allows
         taker = receiver()
+        taker.check(body.update_info)
         await _need_paused(service, "update_weights")
         try:
             found = await asyncio.to_thread(taker.receive, body.update_info)

@@ -93,6 +93,13 @@ class Receiver:
         self.release()
         self.version = ""
 
+    def check(self, info: Mapping[str, Any]) -> None:
+        """Raise what ``receive`` would of a message that is wrong in itself, without moving a byte."""
+        message = messages.parse_shipment(info)
+        paths = message.packets if isinstance(message, messages.DeltaShipment) else []
+        for path in [message.path] if isinstance(message, messages.FileShipment) else paths:
+            allowed(self.root, path)
+
     def receive(self, info: Mapping[str, Any]) -> dict[str, Raw]:
         """One shipment's tensors, added to ``tensors``.
 
