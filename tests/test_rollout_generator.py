@@ -23,6 +23,7 @@ from slipstream.rollout import (
     AttemptSuperseded,
     GroupFinished,
     GroupTask,
+    MemberFinished,
     Renderer,
     RolloutEvent,
     TurnGenerator,
@@ -71,7 +72,7 @@ async def test_group_holds_every_sample_with_its_own_noise_and_environment() -> 
     assert group.size == 4
     assert len({next(m.sampled_spans()).token_ids for m in group.members}) > 1
     assert len(maker.made) == 4
-    assert [type(e) for e in events] == [GroupFinished]
+    assert [type(e) for e in events] == [MemberFinished] * 4 + [GroupFinished]
     assert rollout.counters.open == 0
 
 

@@ -78,6 +78,13 @@ class Sampler(Generic[RowT]):
         self.position += 1
         return row, self.pass_index
 
+    def row(self, uid: str) -> RowT:
+        """The row of this name; raises ``DataError`` when there is none."""
+        for row in self._order:
+            if row.uid == uid:
+                return row
+        raise DataError(f"the dataset has no row {uid!r}")
+
     def take(self, count: int) -> list[tuple[RowT, int]]:
         """The next ``count`` rows; a pass may end within them."""
         return [self.next() for _ in range(count)]

@@ -6,6 +6,8 @@ Owns: how a prompt becomes a group of trajectories.  Refuses: optimisers.  Impor
 from slipstream.rollout.environment import EnvFactory
 from slipstream.rollout.failures import FailureLedger
 from slipstream.rollout.generator import TurnGenerator, make_env_factory
+from slipstream.rollout.meter import TokenMeter
+from slipstream.rollout.progress import GroupProgress, MemberProgress, TurnRecord
 from slipstream.rollout.renderer import Renderer, TemplateError, TemplateReport
 from slipstream.rollout.rows import RowBuilder
 from slipstream.rollout.skyrl import Conversion, Slot, TrajectoryID, groups_from_skyrl
@@ -16,10 +18,13 @@ from slipstream.rollout.types import (
     Generator,
     GroupFinished,
     GroupTask,
+    MemberFinished,
+    Metered,
     RolloutEvent,
+    TurnCompleted,
     sampling_spec,
 )
-from slipstream.rollout.waves import WaveGate
+from slipstream.rollout.waves import WaveGate, WaveLog
 
 __all__ = [
     "AttemptCancelled",
@@ -29,7 +34,11 @@ __all__ = [
     "FailureLedger",
     "Generator",
     "GroupFinished",
+    "GroupProgress",
     "GroupTask",
+    "MemberFinished",
+    "MemberProgress",
+    "Metered",
     "Renderer",
     "RolloutEvent",
     "RowBuilder",
@@ -37,9 +46,13 @@ __all__ = [
     "Slot",
     "TemplateError",
     "TemplateReport",
+    "TokenMeter",
     "TrajectoryID",
+    "TurnCompleted",
     "TurnGenerator",
+    "TurnRecord",
     "WaveGate",
+    "WaveLog",
     "groups_from_skyrl",
     "make_env_factory",
     "sampling_spec",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import math
 import numbers
 import time
@@ -201,6 +202,26 @@ class EnvSession:
             return self.env.step(action)
 
         return read_step(await self._call("step", call))
+
+    async def snapshot(self) -> Any:
+        """``env.snapshot()`` when it has one: its whole state as JSON; None when it has none."""
+        take = getattr(self.env, "snapshot", None)
+        if not callable(take):
+            return None
+        state = await self._call("snapshot", take)
+        try:
+            return json.loads(json.dumps(state, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise EnvFault("env_type", f"snapshot must return JSON: {error}", False) from error
+
+    @property
+    def restores(self) -> bool:
+        """Whether the environment can be brought back from a snapshot."""
+        return callable(getattr(self.env, "restore", None))
+
+    async def restore(self, state: Any) -> None:
+        """``env.restore(state)``, on an environment that was just initialised with the same prompt."""
+        await self._call("restore", lambda: self.env.restore(state))
 
     async def metrics(self) -> dict[str, float]:
         """Numbers of ``env.get_metrics()``; other values are left out.

@@ -14,6 +14,10 @@ How an episode ends:
 * ``Truncated``: ``turn_tokens`` (the last turn was cut), ``total_tokens`` or ``context`` (no room for another turn),
   ``max_turns``.  Rewards earned so far stay.
 * ``Failed``: see ``trajectory.Failed``; sampled tokens stay in the record and are not trained.
+* ``Cancelled``: the task was taken back, or the records that it was to go on from do not fit any more.
+
+An episode that was begun by an earlier start of the run (``Job.past``) repeats its completed turns first: the sampled
+spans as they are, and the environment by snapshot or by its actions; see ``progress``.
 
 >>> trajectory = await Episode(job, services).run()   # doctest: +SKIP
 """
@@ -30,9 +34,11 @@ from slipstream.errors import ContractError, InferenceError
 from slipstream.inference.types import GenerateRequest, GenerateResult
 from slipstream.rollout.environment import EnvCounters, EnvFactory, EnvFault, EnvSession, StepResult
 from slipstream.rollout.envpool import EnvPool
+from slipstream.rollout.meter import TokenMeter
+from slipstream.rollout.progress import TurnRecord, context_digest
 from slipstream.rollout.renderer import Renderer, TemplateError
 from slipstream.rollout.rows import RowBuilder
-from slipstream.rollout.types import GroupTask, sampling_spec
+from slipstream.rollout.types import GroupTask, OnEvent, TurnCompleted, sampling_spec
 from slipstream.trajectory import (
     Cancelled,
     Completed,
@@ -64,17 +70,21 @@ class Services:
     settings: RolloutSettings
     seed: int
     context_tokens: int
+    meter: TokenMeter
     cache_salt: str | None = None
     model: str = "policy"
+    tell: OnEvent | None = None
+    """Told of completed turns (with the environment's snapshot, where it gives one)."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Which episode: the group's task, the sample's index, and how often it was tried before."""
+    """Which episode: the group's task, the sample's index, the try, and the turns that are completed already."""
 
     task: GroupTask
     sample: int
     attempt: int
+    past: tuple[TurnRecord, ...] = ()
 
     @property
     def trajectory_id(self) -> str:
@@ -86,11 +96,15 @@ class Job:
 class _Reply:
     """One turn as sampled; its spans are in the builder already."""
 
-    tokens: int
+    spans: tuple[Span, ...]
     text: str
     finish_reason: str
     stop_reason: int | str | None
     seconds: float
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(span) for span in self.spans)
 
 
 class _Stop(Exception):
@@ -118,6 +132,13 @@ class Episode:
         self._prompt: tuple[Message, ...] = job.task.messages
         self._metrics: dict[str, float] = {}
         self._started = time.perf_counter()
+        self._repeated = 0
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Sampled tokens that the episode holds, those of turns it has still to repeat included."""
+        built = self._builder.sampled_tokens if self._builder is not None else 0
+        return built + sum(record.tokens for record in self.job.past[self._repeated :])
 
     async def run(self) -> Trajectory:
         """Play the episode; the environment is closed whatever happens.
@@ -134,8 +155,10 @@ class Episode:
         return self.trajectory(outcome)
 
     def trajectory(self, outcome: Outcome) -> Trajectory:
-        """The record of the episode as far as it got."""
+        """The record of the episode as far as it got; called once, at its end."""
         job, task = self.job, self.job.task
+        self._services.meter.dropped += sum(record.tokens for record in job.past[self._repeated :])
+        self._repeated = len(job.past)
         rows: tuple[Row, ...] = self._builder.rows() if self._builder is not None else ()
         return Trajectory(
             trajectory_id=job.trajectory_id,
@@ -165,8 +188,10 @@ class Episode:
         try:
             history, builder = await self._begin()
             for turn in range(self._services.settings.max_turns):
-                reply = await self._generate(turn, builder)
-                step = await self._act(turn, reply, history)
+                if turn < len(self.job.past):
+                    reply, step = await self._repeat(self.job.past[turn], history, builder)
+                else:
+                    reply, step = await self._new_turn(turn, history, builder)
                 ended = self._ended(step, reply)
                 if ended is not None:
                     return ended
@@ -216,6 +241,44 @@ class Episode:
         total, context = self._services.settings.max_total_tokens, self._services.context_tokens
         return (total, "total_tokens") if total <= context else (context, "context")
 
+    async def _new_turn(self, turn: int, history: list[Message], builder: RowBuilder) -> tuple[_Reply, StepResult]:
+        """Sample a turn and give it to the environment."""
+        session, tell = self._session, self._services.tell
+        assert session is not None
+        context = context_digest(builder.ids) if tell is not None else ""
+        reply = await self._generate(turn, builder)
+        before = session.env_seconds
+        step = await self._act(turn, reply, history)
+        if tell is not None:
+            record = TurnRecord(
+                turn, context, reply.spans, reply.text, reply.finish_reason, reply.stop_reason, reply.seconds,
+                session.env_seconds - before, step, None if step.done else await session.snapshot(),
+            )  # fmt: skip
+            tell(TurnCompleted(self.job.task, self.job.sample, self.job.attempt, record))
+        return reply, step
+
+    async def _repeat(
+        self, record: TurnRecord, history: list[Message], builder: RowBuilder
+    ) -> tuple[_Reply, StepResult]:
+        """Take a completed turn from its record, and bring the environment to where it was after it."""
+        session, past = self._session, self.job.past
+        assert session is not None
+        if context_digest(builder.ids) != record.context:
+            raise _Stop(Cancelled(f"resume: turn {record.turn} continued other tokens than the prompt has now"))
+        for span in record.spans:
+            builder.add(span)
+        self._repeated = record.turn + 1
+        reply = _Reply(record.spans, record.text, record.finish_reason, record.stop_reason, record.llm_seconds)
+        if past[-1].snapshot is not None and session.restores:
+            if record is past[-1]:
+                await session.restore(record.snapshot)
+            self._note(record.turn, reply, record.step, record.env_seconds, history)
+            return reply, record.step
+        step = await self._act(record.turn, reply, history)
+        if step != record.step:
+            raise _Stop(Cancelled(f"resume: repeating turn {record.turn}, the environment answered something else"))
+        return reply, step
+
     # ---- sampling
 
     async def _generate(self, turn: int, builder: RowBuilder) -> _Reply:
@@ -226,12 +289,14 @@ class Episode:
         started = time.perf_counter()
         budget = min(self._sampling.max_tokens_per_turn, self._limit()[0] - len(builder.ids))
         parts: list[GenerateResult] = []
+        spans: list[Span] = []
         idle = 0
         while True:
             made = sum(len(part.token_ids) for part in parts)
             result = await self._ask(turn, builder, budget - made, part=len(parts) + idle)
             if result.token_ids:
-                builder.add(self._span(turn, result))
+                spans.append(self._span(turn, result))
+                builder.add(spans[-1])
                 parts.append(result)
             elif result.finish_reason == "abort":
                 idle += 1
@@ -241,7 +306,7 @@ class Episode:
             raise _Stop(Failed("empty_generation", f"turn {turn}: the engine returned no tokens", retryable=True))
         finish = "length" if result.finish_reason == "abort" and idle < _IDLE_ABORTS else result.finish_reason
         reply = _Reply(
-            sum(len(part.token_ids) for part in parts),
+            tuple(spans),
             self._text(parts),
             finish,
             result.stop_reason,
@@ -268,16 +333,23 @@ class Episode:
             group_id=job.task.group_id,
             cache_salt=services.cache_salt,
         )
+        services.meter.asked()
         try:
-            return await self._submit(request)
-        except (InferenceError, TimeoutError, OSError) as error:  # fault boundary: an engine may die
-            reason = f"turn {turn}: {type(error).__name__}: {error}"
+            result = await self._submit(request)
+        except BaseException as error:
+            services.meter.lost()
+            if not isinstance(error, (InferenceError, TimeoutError, OSError)):
+                raise
+            reason = f"turn {turn}: {type(error).__name__}: {error}"  # fault boundary: an engine may die
             raise _Stop(Failed("engine_error", reason, retryable=True)) from error
+        services.meter.answered(job.task.phase, len(result.token_ids))
+        return result
 
     def _span(self, turn: int, result: GenerateResult) -> Span:
         try:
             return Span.sampled(result.token_ids, result.logprobs, result.versions, self._spec, turn)
         except ContractError as error:
+            self._services.meter.refused += len(result.token_ids) if not self.job.task.eval else 0
             reason = f"turn {turn}: the engine's answer breaks the contract: {error}"
             raise _Stop(Failed("engine_contract", reason, retryable=False)) from error
 
@@ -296,27 +368,26 @@ class Episode:
         assert self._session is not None
         before = self._session.env_seconds
         info = {"finish_reason": reply.finish_reason, "stop_reason": reply.stop_reason, "tokens": reply.tokens}
-        observations: tuple[Message, ...] = ()
         try:
             step = await self._session.step(reply.text, info)
-            observations = step.observations
-        finally:  # the turn is recorded also when the environment breaks on it
-            self._turns.append(
-                Turn(
-                    turn,
-                    reply.text,
-                    observations,
-                    reply.finish_reason,
-                    reply.stop_reason,
-                    reply.seconds,
-                    self._session.env_seconds - before,
-                )
-            )
+        except BaseException:  # the turn is recorded also when the environment breaks on it
+            self._add_turn(turn, reply, (), self._session.env_seconds - before)
+            raise
+        self._note(turn, reply, step, self._session.env_seconds - before, history)
+        return step
+
+    def _add_turn(self, turn: int, reply: _Reply, observations: tuple[Message, ...], env_seconds: float) -> None:
+        self._turns.append(
+            Turn(turn, reply.text, observations, reply.finish_reason, reply.stop_reason, reply.seconds, env_seconds)
+        )
+
+    def _note(self, turn: int, reply: _Reply, step: StepResult, env_seconds: float, history: list[Message]) -> None:
+        """Record a turn and what the environment said, and append both to the history."""
+        self._add_turn(turn, reply, step.observations, env_seconds)
         self._rewards.extend(Reward(turn, value, name) for name, value in step.components.items())
         action = reply.text if step.postprocessed_action is None else step.postprocessed_action
         history.append({"role": "assistant", "content": action})
         history.extend(dict(message) for message in step.observations)
-        return step
 
     def _ended(self, step: StepResult, reply: _Reply) -> Outcome | None:
         if not step.done:

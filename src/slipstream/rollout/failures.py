@@ -3,9 +3,9 @@
 Owns: counting failed samples per step and phase, naming the first causes, stopping the run when too many failed.
 Refuses: retrying (the generator does), turning a failure into a reward.
 
-A step's samples are *planned* before any of them can fail, so the share is taken of the whole step.  Training stops
-when more than ``max_failed_fraction`` of a step's planned samples failed, and in any phase when all of them did: an
-engine that is down must not look like a model that scores 0.
+A step's samples are *planned* before any of them can fail, so the share is taken of the whole step; where groups are
+started one by one, of at least ``samples_per_step``.  Training stops when more than ``max_failed_fraction`` of a step's
+samples failed, and in any phase when all of them did: an engine that is down must not look like a model that scores 0.
 
 >>> from slipstream.config.settings import FailureBudget
 >>> ledger = FailureLedger(FailureBudget(max_failed_fraction=0.5))
@@ -37,8 +37,9 @@ class StepFailures:
 class FailureLedger:
     """See the module's docstring.  Keeps the counts of the last 64 (phase, step) pairs."""
 
-    def __init__(self, budget: FailureBudget) -> None:
+    def __init__(self, budget: FailureBudget, samples_per_step: int = 0) -> None:
         self._budget = budget
+        self._usual = samples_per_step
         self._steps: dict[tuple[str, int], StepFailures] = {}
         self.faults: Counter[str] = Counter()
         """Failed samples by fault over the whole run."""
@@ -55,7 +56,8 @@ class FailureLedger:
         counts.first_reason.setdefault(fault, reason)
         self.faults[fault] += 1
         limit = self._budget.max_failed_fraction if phase == "train" else 1.0
-        if counts.failed > limit * counts.planned or counts.failed >= counts.planned:
+        whole = max(counts.planned, self._usual if phase == "train" else 0)
+        if counts.failed > limit * whole or counts.failed >= whole:
             raise BudgetExceededError(self._message(phase, step, counts, limit))
 
     def fraction(self, phase: str, step: int) -> float:

@@ -1,7 +1,7 @@
 """The default generator: a group's episodes side by side, with retries and a failure budget.
 
 Owns: concurrency, retries, the failure ledger, exact mode's waves, the life of the environment pool.
-Refuses: what happens inside an episode (``episode``), which groups are made (``schedule``).
+Refuses: what happens inside an episode (``episode``), which groups are made (``schedule``), writing anything down.
 
 Lifecycle: construct -> ``await start()`` (checks the chat template; implied by the first group) ->
 ``generate_group`` any number of times, also at once -> ``await aclose()``.  In exact mode call all ``generate_group``
@@ -27,17 +27,39 @@ from slipstream.rollout.environment import EnvCounters, EnvFactory
 from slipstream.rollout.envpool import EnvPool
 from slipstream.rollout.episode import Episode, Job, Services, run_cancellable
 from slipstream.rollout.failures import FailureLedger
+from slipstream.rollout.meter import TokenMeter
+from slipstream.rollout.progress import MemberProgress
 from slipstream.rollout.renderer import Renderer, TemplateReport
 from slipstream.rollout.types import (
     AttemptCancelled,
     AttemptSuperseded,
     GroupFinished,
     GroupTask,
+    MemberFinished,
     OnEvent,
     RolloutEvent,
 )
-from slipstream.rollout.waves import DirectLine, Line, WaveGate
-from slipstream.trajectory import Failed, Group, Trajectory
+from slipstream.rollout.waves import DirectLine, Line, WaveGate, WaveLog
+from slipstream.trajectory import Cancelled, Failed, Group, Trajectory
+
+
+class _Open:
+    """A group that runs: finished members, and the latest episode of each other one."""
+
+    def __init__(self, task: GroupTask) -> None:
+        self.task = task
+        self.done: dict[int, Trajectory] = {}
+        self.live: dict[int, Episode] = {}
+
+    @property
+    def tokens(self) -> int:
+        """Sampled tokens of the group, those of an earlier start that no episode has taken up yet included."""
+        waiting = [p for i, p in self.task.progress.items() if i not in self.done and i not in self.live]
+        return (
+            sum(member.sampled_tokens for member in self.done.values())
+            + sum(episode.sampled_tokens for episode in self.live.values())
+            + sum(progress.tokens for progress in waiting)
+        )
 
 
 def make_env_factory(settings: EnvSettings) -> EnvFactory:
@@ -63,7 +85,12 @@ class TurnGenerator:
         determinism: ``exact`` submits lock-step waves (``concurrency`` then does not bound; the engine's batch does).
         engine_seconds: deadline of one engine call (of one wave in exact mode).
         use_cache_salt: separate prefix caches by weight version, as captured when a group starts.
-        on_event: told of superseded and cancelled attempts and finished groups, on the event loop.
+        on_event: told of completed turns, of superseded and cancelled attempts, and of finished members and groups, on
+            the event loop.
+        samples_per_step: training samples that a step usually asks for; the failure budget is a share of at least
+            these, since groups may be asked for one by one.
+        waves: records exact mode's waves, or repeats recorded ones.
+        record_turns: tell of completed turns of training groups, with snapshots of environments that give them.
     """
 
     def __init__(
@@ -79,19 +106,24 @@ class TurnGenerator:
         use_cache_salt: bool = False,
         model: str = "policy",
         on_event: OnEvent | None = None,
+        samples_per_step: int = 0,
+        waves: WaveLog | None = None,
+        record_turns: bool = False,
     ) -> None:
         self.engine, self.renderer, self.settings, self.seed = engine, renderer, settings, seed
         self.counters = EnvCounters()
+        self.meter = TokenMeter()
         self.pool = EnvPool(settings.env_workers)
-        self.failures = FailureLedger(settings.failures)
+        self.failures = FailureLedger(settings.failures, samples_per_step)
         self.template: TemplateReport | None = None
         self._env_factory = env_factory
         self._engine_seconds, self._salted, self._model = engine_seconds, use_cache_salt, model
-        self._on_event = on_event
-        self.gate = WaveGate(engine, engine_seconds) if determinism == "exact" else None
+        self._on_event, self._record_turns = on_event, record_turns
+        self.gate = WaveGate(engine, engine_seconds, waves) if determinism == "exact" else None
         self._direct = DirectLine(engine, engine_seconds)
         self._order = itertools.count()
         self._context_tokens = 0
+        self._open: dict[str, _Open] = {}
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def start(self) -> TemplateReport:
@@ -106,6 +138,10 @@ class TurnGenerator:
     async def aclose(self) -> None:
         """End the pool's idle threads.  Environments are closed by their episodes already."""
         self.pool.close()
+
+    def held_tokens(self) -> int:
+        """Sampled tokens of training groups that are not finished."""
+        return sum(group.tokens for group in self._open.values() if not group.task.eval)
 
     async def generate_groups(self, tasks: Sequence[GroupTask]) -> list[Group]:
         """All groups at once, in the order of ``tasks``; in exact mode they share their waves."""
@@ -132,6 +168,7 @@ class TurnGenerator:
         return [gate.join((number, sample)) for sample in range(task.n)]
 
     async def _generate(self, task: GroupTask, lines: Sequence[Line]) -> Group:
+        here = self._open[task.group_id] = _Open(task)
         try:
             await self.start()
             salt = await self.engine.weight_version() if self._salted else None
@@ -143,35 +180,56 @@ class TurnGenerator:
                 self.settings,
                 self.seed,
                 self._context_tokens,
+                self.meter,
                 salt,
                 self._model,
+                self._on_event if self._record_turns and not task.eval else None,
             )
-            members = await together([self._sample(task, i, services, lines[i]) for i in range(task.n)])
+            members = await together([self._sample(here, i, services, lines[i]) for i in range(task.n)])
+        except BaseException:
+            for member in here.done.values():  # the episodes that were under way tell for themselves
+                self._tell(AttemptCancelled(task, member))
+            raise
         finally:
+            del self._open[task.group_id]
             for line in lines:
                 line.leave()
         group = Group(task.group_id, task.prompt_uid, task.n, tuple(members))
         self._tell(GroupFinished(task, group))
         return group
 
-    async def _sample(self, task: GroupTask, sample: int, services: Services, line: Line) -> Trajectory:
-        """One member: retryable failures are tried again on a fresh environment, up to the budget."""
+    async def _sample(self, here: _Open, sample: int, services: Services, line: Line) -> Trajectory:
+        """One member: retryable failures are tried again on a fresh environment, up to the budget.
+
+        What an earlier start of the run completed is not done again; if it does not fit any more (``Cancelled``), the
+        sample begins anew.
+        """
+        task, failures = here.task, self.settings.failures
+        known = task.progress.get(sample, MemberProgress(task.first_attempt))
         try:
-            for attempt in itertools.count(1):
-                trajectory = await self._attempt(Job(task, sample, attempt - 1), services, line)
-                outcome = trajectory.outcome
-                if not isinstance(outcome, Failed):
-                    break
-                if not outcome.retryable or attempt >= self.settings.failures.attempts:
+            if known.finished is not None:
+                here.done[sample] = known.finished
+                return known.finished
+            past, tries = known.turns, known.attempt - task.first_attempt
+            for attempt in itertools.count(known.attempt):
+                trajectory = await self._attempt(here, Job(task, sample, attempt, past), services, line)
+                outcome, past = trajectory.outcome, ()
+                tries += 1
+                if isinstance(outcome, Failed) and (not outcome.retryable or tries >= failures.attempts):
                     self.failures.failed(task.phase, task.scheduled_step, outcome.fault, outcome.reason)
-                    break
-                self._tell(AttemptSuperseded(task, trajectory))
+                elif isinstance(outcome, Failed | Cancelled):
+                    self._tell(AttemptSuperseded(task, trajectory))
+                    continue
+                break
+            here.done[sample] = trajectory
+            del here.live[sample]
+            self._tell(MemberFinished(task, trajectory))
             return trajectory
         finally:
             line.leave()
 
-    async def _attempt(self, job: Job, services: Services, line: Line) -> Trajectory:
-        episode = Episode(job, services, line.submit)
+    async def _attempt(self, here: _Open, job: Job, services: Services, line: Line) -> Trajectory:
+        episode = here.live[job.sample] = Episode(job, services, line.submit)
 
         def told(trajectory: Trajectory) -> None:
             self._tell(AttemptCancelled(job.task, trajectory))

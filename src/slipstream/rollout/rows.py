@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.rollout.renderer import Extension, Renderer
-from slipstream.trajectory import Message, Row, Span
+from slipstream.trajectory import Message, Origin, Row, Span
 
 
 class RowBuilder:
@@ -38,6 +38,12 @@ class RowBuilder:
         """Append a turn's span (SAMPLED or TARGET) to the current row."""
         self._spans.append(span)
         self.ids.extend(span.token_ids)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Sampled tokens of all rows."""
+        spans = [span for row in self._done for span in row.spans] + self._spans
+        return sum(len(span) for span in spans if span.origin is Origin.SAMPLED)
 
     def plan(self, action: str, messages: Sequence[Message], *, rewritten: bool = False) -> Extension:
         """What the template puts behind the turn that was just added; nothing changes yet."""

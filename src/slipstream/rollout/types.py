@@ -1,16 +1,18 @@
 """What the rollout room is asked for, and what it tells while it works.
 
-Owns: ``GroupTask``, the ``Generator`` protocol, rollout events.  Refuses: how a group is made.
+Owns: ``GroupTask``, the ``Generator`` protocols, rollout events.  Refuses: how a group is made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from slipstream.config.settings import SamplingSettings
 from slipstream.errors import ContractError
+from slipstream.rollout.meter import TokenMeter
+from slipstream.rollout.progress import GroupProgress, TurnRecord
 from slipstream.trajectory import Group, Message, SamplingSpec, Trajectory
 
 
@@ -19,7 +21,8 @@ class GroupTask:
     """One prompt to be answered ``n`` times.
 
     ``sampling`` None means the rollout settings' own.  ``eval`` tasks go through the same loop; their failures do not
-    count against the training budget.
+    count against the training budget.  ``progress`` is what an earlier start of the run had done of it;
+    ``first_attempt`` numbers the first try, so that a prompt that is sampled anew draws other noise.
     """
 
     group_id: str
@@ -32,6 +35,8 @@ class GroupTask:
     pass_index: int = 0
     eval: bool = False
     sampling: SamplingSettings | None = None
+    progress: GroupProgress = field(default_factory=dict)
+    first_attempt: int = 0
 
     def __post_init__(self) -> None:
         if self.n < 1:
@@ -58,6 +63,35 @@ class Generator(Protocol):
         ...
 
 
+@runtime_checkable
+class Metered(Protocol):
+    """A generator that can say where its tokens are; the loop then proves that none is lost."""
+
+    meter: TokenMeter
+
+    def held_tokens(self) -> int:
+        """Sampled tokens of training groups that are not finished, those of finished members included."""
+        ...
+
+
+@dataclass(frozen=True)
+class TurnCompleted:
+    """A turn was sampled and answered by its environment."""
+
+    task: GroupTask
+    sample: int
+    attempt: int
+    record: TurnRecord
+
+
+@dataclass(frozen=True)
+class MemberFinished:
+    """A member of a group that still runs has its outcome."""
+
+    task: GroupTask
+    trajectory: Trajectory
+
+
 @dataclass(frozen=True)
 class AttemptSuperseded:
     """A failed attempt that was tried again; its tokens count as superseded."""
@@ -68,7 +102,7 @@ class AttemptSuperseded:
 
 @dataclass(frozen=True)
 class AttemptCancelled:
-    """An episode that was taken back; the task that ran it was cancelled."""
+    """An episode, or a finished member of a group, that was taken back; the task that ran it was cancelled."""
 
     task: GroupTask
     trajectory: Trajectory
@@ -82,7 +116,7 @@ class GroupFinished:
     group: Group
 
 
-RolloutEvent = AttemptSuperseded | AttemptCancelled | GroupFinished
+RolloutEvent = TurnCompleted | MemberFinished | AttemptSuperseded | AttemptCancelled | GroupFinished
 OnEvent = Callable[[RolloutEvent], None]
 
 

@@ -7,6 +7,9 @@ An engine's numerics depend on what is decoded together.  With ``determinism="ex
 depend on timing: a wave starts only when *every* live seat has asked for its next turn or has left, and its requests
 are sorted by (order in which groups came, sample).
 
+A ``WaveLog`` records the waves of a run, or repeats recorded ones: then a wave starts when exactly its requests are
+there, whoever else asks meanwhile.
+
 Lifecycle of a seat: ``gate.join(order)`` before its episode first waits for anything -> ``seat.submit(request)`` per
 turn -> ``seat.leave()``.  A seat that neither asks nor leaves would stop the wave, so its owner's other waits
 (environment calls) all have deadlines.
@@ -19,12 +22,22 @@ turn -> ``seat.leave()``.  A seat that neither asks nor leaves would stop the wa
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream.errors import DeadlineError, InferenceError, SlipstreamError
 from slipstream.inference.types import Engine, GenerateRequest, GenerateResult
 
 _Future = asyncio.Future[GenerateResult]
+
+
+@dataclass(frozen=True)
+class WaveLog:
+    """``on_wave`` is told the request ids of each wave as it starts; ``script`` are those of a recorded run."""
+
+    on_wave: Callable[[Sequence[str]], None] | None = None
+    script: Iterator[Sequence[str]] | None = None
 
 
 class Line(Protocol):
@@ -73,15 +86,20 @@ class WaveGate:
     Args:
         engine: gets one ``generate_many`` per wave.
         seconds: deadline of one wave.
+        log: records the waves, or says what they are.
     """
 
-    def __init__(self, engine: Engine, seconds: float) -> None:
+    def __init__(self, engine: Engine, seconds: float, log: WaveLog | None = None) -> None:
         self._engine, self._seconds = engine, seconds
         self._live: set[Seat] = set()
         self._asking: dict[Seat, tuple[GenerateRequest, _Future]] = {}
         self._waves: set[asyncio.Task[None]] = set()
         self.sizes: list[int] = []
         """Requests of each wave so far."""
+        self._log = log or WaveLog()
+        self._next: Sequence[str] | None = None
+        if self._log.script is not None:
+            self._next = next(self._log.script, ())
 
     def join(self, order: tuple[int, int]) -> Seat:
         """Take part in every wave from the next one on.  ``order`` is (group's number, sample)."""
@@ -105,15 +123,31 @@ class WaveGate:
         self._asking.pop(seat, None)
         self._start_if_complete()
 
+    def _complete(self) -> list[tuple[Seat, tuple[GenerateRequest, _Future]]] | None:
+        """The next wave, once all of it is there."""
+        if self._next is None:
+            if not self._live or len(self._asking) < len(self._live):
+                return None
+            return sorted(self._asking.items(), key=lambda item: item[0].order)
+        by_id = {request.request_id: seat for seat, (request, _) in self._asking.items()}
+        if self._waves or not self._next or not by_id.keys() >= set(self._next):
+            return None
+        assert self._log.script is not None
+        seats, self._next = [by_id[name] for name in self._next], next(self._log.script, ())
+        return [(seat, self._asking[seat]) for seat in seats]
+
     def _start_if_complete(self) -> None:
-        if not self._live or len(self._asking) < len(self._live):
+        wave = self._complete()
+        if wave is None:
             return
-        wave = sorted(self._asking.items(), key=lambda item: item[0].order)
-        self._asking.clear()
+        for seat, _ in wave:
+            del self._asking[seat]
         self.sizes.append(len(wave))
+        if self._log.on_wave is not None:
+            self._log.on_wave([request.request_id for _, (request, _) in wave])
         task = asyncio.get_running_loop().create_task(self._run([entry for _, entry in wave]))
         self._waves.add(task)
-        task.add_done_callback(self._waves.discard)
+        task.add_done_callback(self._wave_ended)
         # A wave whose every asker was cancelled has no owner left.
         open_futures = {future for _, (_, future) in wave}
 
@@ -124,6 +158,11 @@ class WaveGate:
 
         for future in tuple(open_futures):
             future.add_done_callback(settled)
+
+    def _wave_ended(self, task: asyncio.Task[None]) -> None:
+        self._waves.discard(task)
+        if self._next is not None:
+            self._start_if_complete()
 
     async def _run(self, wave: list[tuple[GenerateRequest, _Future]]) -> None:
         error: BaseException | None = None
