@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from slipstream.algorithms import Batch, BatchRow
+from slipstream.algorithms import Batch, BatchRow, LossSpec, loss_inputs, run_prepass
+from slipstream.algorithms.losses import LOSSES
+from slipstream.algorithms.objective import TOP_LOGPROBS
 from slipstream.algorithms.ops import NumpyOps
 from slipstream.trajectory import (
     Completed,
@@ -69,8 +72,21 @@ def batch_row(
     )
 
 
+TOP = 3
+"""How many of the sampler's likely tokens random rows report; every third token one fewer."""
+
+
+def _top_side(rng: np.random.Generator, mask: np.ndarray) -> dict:
+    entries = np.full(len(mask), None, dtype=object)
+    for i in np.flatnonzero(mask):
+        known = TOP - (i % 3 == 0)
+        mass = rng.dirichlet(np.ones(TOP + 1))[:known]
+        entries[i] = (tuple(range(known)), tuple(np.log(mass).tolist()))
+    return {TOP_LOGPROBS: entries}
+
+
 def random_batch(seed: int, n_rows: int = 6) -> Batch:
-    """Rows of different lengths in three groups; two rows belong to one trajectory."""
+    """Rows of different lengths in three groups, with every optional input; two rows belong to one trajectory."""
     rng = np.random.default_rng(seed)
     rows = []
     for i in range(n_rows):
@@ -78,18 +94,56 @@ def random_batch(seed: int, n_rows: int = 6) -> Batch:
         mask[-1] = True
         n = len(mask)
         owner = "t0" if i == 1 else f"t{i}"
-        rows.append(
-            batch_row(
-                f"r{i}",
-                mask,
-                weight=0.1,
-                advantage=rng.normal(size=n),
-                behaviour=-np.abs(rng.normal(size=n)),
-                trajectory_id=owner,
-                group_id=f"g{i * 3 // n_rows}",
-            )
+        row = batch_row(
+            f"r{i}",
+            mask,
+            weight=0.1,
+            advantage=rng.normal(size=n),
+            behaviour=-np.abs(rng.normal(size=n)),
+            trajectory_id=owner,
+            group_id=f"g{i * 3 // n_rows}",
         )
+        rows.append(replace(row, side_T=_top_side(rng, mask)))
     return Batch(rows)
+
+
+def per_row(batch: Batch, seed: int, scale: float = 1.0) -> list[np.ndarray]:
+    """Random log-probs (or other constants) of every row's trained tokens."""
+    rng = np.random.default_rng(seed)
+    return [-np.abs(rng.normal(scale=scale, size=row.n_trained)) for row in batch.rows]
+
+
+def full_spec(batch: Batch, name: str, kl: str = "k3", settings=None, **changes) -> LossSpec:
+    """A spec with every term on, and every per-row array that some loss needs."""
+    spec = LossSpec(
+        name,
+        settings or {},
+        old_logprobs=per_row(batch, 11),
+        ref_logprobs=per_row(batch, 12),
+        teacher_logprobs=per_row(batch, 13),
+        old_values=per_row(batch, 14),
+        returns=per_row(batch, 15),
+        lags=[np.round(-3 * values) for values in per_row(batch, 16)],
+        coefficients=[1 - values for values in per_row(batch, 17)],
+    )
+    if LOSSES.get(name).kind != "value":
+        spec = replace(spec, kl_coef=0.3, kl_estimator=kl, entropy_coef=0.2)
+    return replace(spec, **changes)
+
+
+def inputs_of(xp, batch: Batch, rows, spec: LossSpec, flat, **extra):
+    """Loss inputs whose model outputs are all functions of ``flat``, so that every output's gradient is tested."""
+    if LOSSES.get(spec.policy).kind == "value":
+        return loss_inputs(xp, batch, rows, spec, None, values=flat, **extra)
+    scale = xp.asarray(np.linspace(0.5, 1.0, TOP), like=flat)[None, :]
+    # Each at most exp(-1.5): the head leaves some mass to the tail.
+    top = flat[:, None] * scale - 1.5 if spec.needs_top else None
+    return loss_inputs(xp, batch, rows, spec, flat, flat**2, top_logprobs=top, **extra)
+
+
+def prepared(batch: Batch, spec: LossSpec, logprobs: Sequence[np.ndarray]) -> LossSpec:
+    """The spec after the loss's pre-pass over the whole batch."""
+    return run_prepass(batch, spec, lambda: logprobs)
 
 
 class FrozenStopGradient(NumpyOps):

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from algorithm_builders import batch_row
+from algorithm_builders import batch_row, full_spec, inputs_of, prepared, random_batch
 from slipstream.algorithms import (
     Batch,
     LossMetric,
@@ -20,6 +21,7 @@ from slipstream.algorithms import (
     numpy_ops,
     objective,
     register_loss,
+    run_prepass,
     torch_ops,
 )
 from slipstream.algorithms.kl import KL_ESTIMATORS
@@ -31,6 +33,8 @@ def run(rows, logprobs, spec, entropy=None, dtype=torch.float64):
     """Value, gradient and metrics in torch for log-probs of the trained tokens."""
     xp, batch = torch_ops(), Batch(rows)
     leaf = torch.tensor(logprobs, dtype=dtype, requires_grad=True)
+    edges = np.cumsum([row.n_trained for row in rows])[:-1]
+    spec = run_prepass(batch, spec, lambda: np.split(np.asarray(logprobs), edges))
     loss, metrics = objective(xp, loss_inputs(xp, batch, range(len(rows)), spec, leaf, entropy), spec)
     loss.backward()
     accumulator = MetricAccumulator()
@@ -86,12 +90,20 @@ def test_masking_comes_before_the_exponential():
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS.names())
 @pytest.mark.parametrize("gap", [-1000.0, -100.0, -20.0, 20.0, 100.0, 1000.0])
 def test_huge_log_ratios_have_finite_values_and_gradients(name, estimator, gap, dtype):
-    rows = [batch_row("a", [1, 1], advantage=[1.0, -1.0], behaviour=-1001.0)]
-    spec = LossSpec(name, kl_coef=0.1, kl_estimator=estimator, ref_logprobs=[np.full(2, -1001.0)])
-    loss, grad, metrics = run(rows, [-1001.0 + gap] * 2, spec, dtype=dtype)
-    assert math.isfinite(loss)
-    assert np.isfinite(grad).all()
-    assert all(math.isfinite(v) for v in metrics.values())
+    batch, xp = random_batch(2), torch_ops()
+    far = [np.full(row.n_trained, -1001.0) for row in batch.rows]
+    batch = Batch([replace(row, behaviour_logprobs_T=np.full(len(row.targets_T), -1001.0)) for row in batch.rows])
+    moved = [values + gap for values in far]
+    spec = full_spec(batch, name, estimator, old_logprobs=far, ref_logprobs=far, entropy_coef=0.0)
+    spec = prepared(batch, spec, moved)
+    leaf = torch.tensor(np.concatenate(moved), dtype=dtype, requires_grad=True)
+    loss, metrics = objective(xp, inputs_of(xp, batch, range(len(batch.rows)), spec, leaf), spec)
+    loss.backward()
+    accumulator = MetricAccumulator()
+    accumulator.add(metrics)
+    assert math.isfinite(loss.item())
+    assert np.isfinite(leaf.grad.numpy()).all()
+    assert all(math.isfinite(v) for v in accumulator.result().values())
 
 
 def test_the_anchor_and_the_reference_are_constants_also_when_they_carry_a_graph():

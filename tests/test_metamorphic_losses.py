@@ -14,7 +14,18 @@ import numpy as np
 import pytest
 import torch
 
-from algorithm_builders import batch_row, finite_difference, group, random_batch, sampled, trajectory
+from algorithm_builders import (
+    batch_row,
+    finite_difference,
+    full_spec,
+    group,
+    inputs_of,
+    per_row,
+    prepared,
+    random_batch,
+    sampled,
+    trajectory,
+)
 from slipstream.algorithms import (
     Batch,
     LossMetric,
@@ -24,7 +35,6 @@ from slipstream.algorithms import (
     compile_batch,
     compute_advantages,
     log_ratio,
-    loss_inputs,
     numpy_ops,
     objective,
     register_loss,
@@ -45,6 +55,12 @@ REDUCTION_SPECS = [reduction_spec(AlgorithmSettings(reduction=name, reduction_to
 every_loss = pytest.mark.parametrize("name", LOSS_NAMES)
 every_reduction = pytest.mark.parametrize("reduction", REDUCTION_SPECS, ids=lambda spec: spec.name)
 every_estimator = pytest.mark.parametrize("estimator", ESTIMATOR_NAMES)
+every_loss_and_every_reduction = pytest.mark.parametrize(
+    ("name", "reduction"),
+    [pytest.param(name, "sequence_mean", id=name) for name in LOSS_NAMES]
+    + [pytest.param("ppo_clip", spec, id=f"ppo_clip-{spec.name}") for spec in REDUCTION_SPECS],
+)
+"""An objective is linear in its weights, so not every pair is needed."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -60,31 +76,14 @@ def row_loss():
     LOSSES.remove(ROW_LOSS)
 
 
-def per_row(batch: Batch, seed: int) -> list[np.ndarray]:
-    rng = np.random.default_rng(seed)
-    return [-np.abs(rng.normal(size=row.n_trained)) for row in batch.rows]
-
-
-def full_spec(batch: Batch, name: str, kl: str = "k3") -> LossSpec:
-    """A spec with every term on."""
-    return LossSpec(
-        name,
-        kl_coef=0.3,
-        kl_estimator=kl,
-        entropy_coef=0.2,
-        old_logprobs=per_row(batch, 11),
-        ref_logprobs=per_row(batch, 12),
-    )
-
-
 def evaluate(batch: Batch, spec: LossSpec, logprobs: list[np.ndarray], parts=None):
     """Loss, gradients by row id, and metrics, accumulated over the given parts (lists of row indices)."""
     xp, accumulator, total = torch_ops(), MetricAccumulator(), 0.0
+    spec = prepared(batch, spec, logprobs)
     leaves = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in logprobs]
     for part in parts or [list(range(len(batch.rows)))]:
         flat = torch.cat([leaves[i] for i in part]) if part else leaves[0][:0]
-        # An entropy that depends on the log-probs, so that its gradient is tested as well.
-        loss, metrics = objective(xp, loss_inputs(xp, batch, part, spec, flat, flat**2), spec)
+        loss, metrics = objective(xp, inputs_of(xp, batch, part, spec, flat), spec)
         loss.backward()
         accumulator.add(metrics)
         total += loss.item()
@@ -106,9 +105,10 @@ def test_torch_gradients_equal_differences_of_the_numpy_reference(name, kl):
     batch = random_batch(3)
     spec, logprobs = full_spec(batch, name, kl), per_row(batch, 4)
 
+    spec = prepared(batch, spec, logprobs)
+
     def reference(xp, flat):
-        inputs = loss_inputs(xp, batch, range(len(batch.rows)), spec, flat, flat**2)
-        return objective(xp, inputs, spec)[0]
+        return objective(xp, inputs_of(xp, batch, range(len(batch.rows)), spec, flat), spec)[0]
 
     flat = np.concatenate(logprobs)
     loss, grads, _ = evaluate(batch, spec, logprobs)
@@ -116,8 +116,7 @@ def test_torch_gradients_equal_differences_of_the_numpy_reference(name, kl):
     np.testing.assert_allclose(np.concatenate(list(grads.values())), finite_difference(reference, flat), atol=1e-7)
 
 
-@every_loss
-@every_reduction
+@every_loss_and_every_reduction
 def test_any_split_into_microbatches_gives_the_same_sum(name, reduction):
     batch = random_batch(5, n_rows=5)
     batch = Batch(reweigh(batch.rows, reduction))
@@ -127,8 +126,7 @@ def test_any_split_into_microbatches_gives_the_same_sum(name, reduction):
         assert_same(whole, evaluate(batch, spec, logprobs, split))
 
 
-@every_loss
-@every_reduction
+@every_loss_and_every_reduction
 def test_permuting_rows_permutes_gradients_and_nothing_else(name, reduction):
     batch = random_batch(7)
     order = np.random.default_rng(0).permutation(len(batch.rows)).tolist()
@@ -144,7 +142,7 @@ def test_permuting_rows_permutes_gradients_and_nothing_else(name, reduction):
 def test_what_masked_slots_hold_reaches_neither_value_nor_gradient(name, fill):
     """Model outputs exist for every slot; only trained ones are gathered."""
     clean, xp = random_batch(9), torch_ops()
-    spec = full_spec(clean, name)
+    spec = prepared(clean, full_spec(clean, name), per_row(clean, 10))
 
     def run(batch, filler):
         outputs = []
@@ -153,7 +151,7 @@ def test_what_masked_slots_hold_reaches_neither_value_nor_gradient(name, fill):
             values[row.trained_T] = trained
             outputs.append(torch.tensor(values, requires_grad=True))
         flat = torch.cat([o[torch.as_tensor(r.trained_T)] for o, r in zip(outputs, batch.rows, strict=True)])
-        loss, metrics = objective(xp, loss_inputs(xp, batch, range(len(batch.rows)), spec, flat, flat**2), spec)
+        loss, metrics = objective(xp, inputs_of(xp, batch, range(len(batch.rows)), spec, flat), spec)
         loss.backward()
         accumulator = MetricAccumulator()
         accumulator.add(metrics)
@@ -179,8 +177,7 @@ def test_what_masked_slots_hold_reaches_neither_value_nor_gradient(name, fill):
         assert not got[1][row.row_id][~row.trained_T].any()
 
 
-@every_loss
-@every_reduction
+@every_loss_and_every_reduction
 def test_padding_either_side_changes_nothing(name, reduction):
     batch = Batch(reweigh(random_batch(13).rows, reduction))
     spec, logprobs = full_spec(batch, name), per_row(batch, 14)
@@ -197,6 +194,7 @@ def test_padding_either_side_changes_nothing(name, reduction):
             weights_T=wrap(row.weights_T, 0.0),
             advantages_T=wrap(row.advantages_T, np.nan),
             behaviour_logprobs_T=wrap(row.behaviour_logprobs_T, np.nan),
+            side_T={key: wrap(values, None) for key, values in row.side_T.items()},
         )
 
     wide = Batch(reweigh([padded(row, i, 3 - i % 3) for i, row in enumerate(batch.rows)], reduction))
@@ -329,8 +327,7 @@ def test_token_mean_and_sequence_mean_for_every_split(reduction, want):
         assert_same(whole, part)
 
 
-@every_loss
-@every_reduction
+@every_loss_and_every_reduction
 @pytest.mark.parametrize("ranks", [2, 4, 7])
 def test_ranks_add_their_plain_sums_and_nothing_is_divided_again(name, reduction, ranks):
     """Rows dealt round robin to fake ranks; the seventh rank of seven has nothing to do."""
@@ -358,4 +355,6 @@ def test_signed_weights_scale_values_and_gradients(name):
     for row, grad in a[1].items():
         np.testing.assert_allclose(b[1][row], -2 * grad)
     # Means are weighed by magnitude, so that they stay means.
-    assert b[2]["policy_kl"] == pytest.approx(a[2]["policy_kl"])
+    means = {key for key in a[2] if key.endswith(("_mean", "policy_kl"))}
+    assert means
+    assert {key: b[2][key] for key in means} == pytest.approx({key: a[2][key] for key in means})

@@ -31,7 +31,14 @@ from slipstream.algorithms.filters import (
 )
 from slipstream.algorithms.kl import apply_kl_to_rewards, entropy_from_logits, kl_values
 from slipstream.algorithms.losses import LossInputs, LossMetric, LossValues, log_ratio, register_loss
-from slipstream.algorithms.objective import LossSpec, Metric, MetricAccumulator, loss_inputs, objective
+from slipstream.algorithms.objective import (
+    LossSpec,
+    Metric,
+    MetricAccumulator,
+    loss_inputs,
+    objective,
+    run_prepass,
+)
 from slipstream.algorithms.ops import Ops, numpy_ops, torch_ops
 from slipstream.algorithms.recursions import gae_compacted, returns_compacted
 from slipstream.algorithms.reduce import register_reduction, reweigh, token_weights
@@ -72,6 +79,7 @@ __all__ = [
     "rewards_with_kl",
     "reweigh",
     "row_segments",
+    "run_prepass",
     "scalar_advantage",
     "split_minibatches",
     "token_rewards",

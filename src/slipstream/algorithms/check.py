@@ -121,7 +121,7 @@ def _check_loss(settings: AlgorithmSettings) -> Iterator[Problem]:
                 f"loss {settings.loss!r} does not clip, so {key} would do nothing",
                 f"remove algorithm.{key}, or choose a clipping loss such as ppo_clip",
             )
-    if loss.likelihood:
+    if loss.kind == "likelihood":
         yield Problem(
             ("algorithm.loss",),
             f"{settings.loss!r} learns given text and ignores rewards; it is no policy loss",

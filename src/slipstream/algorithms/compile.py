@@ -24,7 +24,7 @@ import numpy as np
 from slipstream.algorithms.batch import Batch, BatchRow, FloatArray
 from slipstream.algorithms.reduce import reweigh
 from slipstream.errors import ContractError
-from slipstream.trajectory import Group, Missing, Origin, SamplingSpec, Span, Trajectory
+from slipstream.trajectory import Group, Missing, Origin, SamplingSpec, Span, Trajectory, WeightVersion
 
 Mode = Literal["policy", "likelihood"]
 Advantage = float | FloatArray
@@ -149,6 +149,7 @@ def _compile_row(
     behaviour = np.full(length, np.nan)
     # Slots that are not trained hold NaN on purpose: were one ever to reach a loss, the step would be refused.
     advantage = np.full(length, np.nan)
+    versions = np.full(length, -1, dtype=np.int64)
     at = used = 0
     for segment in segments:
         span, here = segment.span, slice(at, at + len(segment))
@@ -163,6 +164,9 @@ def _compile_row(
             used += len(segment)
             if span.logprobs is not None and not isinstance(span.logprobs, Missing):
                 behaviour[here] = span.logprobs
+            if not isinstance(span.versions, Missing):
+                for run in span.versions or ():
+                    versions[at + run.start : at + run.end] = _counter(run.version)
         at += len(segment)
     if not trained[1:].any():
         return None
@@ -178,7 +182,16 @@ def _compile_row(
         behaviour_logprobs_T=behaviour[1:],
         sampling=_row_sampling(name, segments) if mode == "policy" else SamplingSpec(),
         side_T=_side_channels(segments, length),
+        versions_T=versions[1:],
     )
+
+
+def _counter(version: str) -> int:
+    """The publish counter of a version's name; -1 for a name of another form (a foreign server's)."""
+    try:
+        return WeightVersion.parse(version).counter
+    except ContractError:
+        return -1
 
 
 def _row_sampling(name: str, segments: Sequence[Segment]) -> SamplingSpec:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from slipstream.algorithms.batch import Batch, FloatArray
 from slipstream.algorithms.losses import LOSSES
-from slipstream.algorithms.objective import LossSpec, MetricAccumulator, loss_inputs, objective
+from slipstream.algorithms.objective import LossSpec, MetricAccumulator, loss_inputs, objective, run_prepass
 from slipstream.algorithms.ops import torch_ops
 from slipstream.config.settings import ModelSettings, OptimizerSettings, TrainingSettings
 from slipstream.errors import CheckpointError, ContractError, SettingsError
@@ -242,6 +242,7 @@ class TorchBackend:
         self._trained(handle)
         logprobs = _RowValues(batch)
         layouts = self._layouts(batch)
+        loss = run_prepass(batch, loss, lambda: self._forward(handle, batch, False).logprobs)
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._rng)
             if LOSSES.get(loss.policy).unit == "group" and len(layouts) > 1:

@@ -1,12 +1,16 @@
-"""Policy losses: one value per unit, nothing reduced.
+"""The loss contract: what a loss sees, what it returns, how it is registered.
 
-Owns: the loss contract, the registry, ``ppo_clip`` and ``cross_entropy``.
+Owns: ``LossInputs``, ``LossValues``, ``register_loss``, the registry, and the two helpers every ratio loss uses.
 Refuses: weights, denominators, masks, padding, micro-batches (the reducer and the compiler own those).
 
 A loss is a function ``(xp, inputs, settings) -> LossValues``.  Its inputs are flat arrays over the *trained*
 tokens only, so there is nothing to mask.  It returns one value per unit: ``(N,)`` for unit ``token``,
 ``(R,)`` for unit ``row``, ``(G,)`` for unit ``group``.  The reducer multiplies by weights that already contain
 1/denominator.  A unit is never split: rows are whole by construction, and a batch that cuts a group is refused.
+
+A loss may declare a *pre-pass*: a function of the whole optimiser step, run in float64 numpy before any gradient, that
+returns one constant per token (``inputs.prepass``).  That is the only place for step-wide statistics and for random
+choices; ``inputs.noise`` holds one uniform number per token, keyed by the token's identity.
 
 A loss of your own:
 
@@ -29,14 +33,29 @@ from slipstream.errors import ContractError, SettingsError
 
 Unit = Literal["token", "row", "group"]
 Reducer = Literal["mean", "sum", "max", "min"]
-Need = Literal["old_logprobs", "behaviour_logprobs", "ref_logprobs", "entropy", "advantages"]
+Kind = Literal["policy", "likelihood", "value"]
+Need = Literal[
+    "old_logprobs",
+    "behaviour_logprobs",
+    "ref_logprobs",
+    "teacher_logprobs",
+    "entropy",
+    "advantages",
+    "values",
+    "old_values",
+    "returns",
+    "lags",
+    "noise",
+    "top_logprobs",
+]
 
 
 @dataclass
 class LossInputs:
     """What a loss sees: N trained tokens of R whole rows, flat, in row order.
 
-    Only ``logprobs`` and ``entropy`` carry gradients.  ``old_logprobs`` is the ratio's anchor;
+    Only the model's outputs carry gradients: ``logprobs``, ``entropy``, ``top_logprobs`` of a policy, ``values`` of a
+    critic (which has no ``logprobs``).  All other arrays are constants.  ``old_logprobs`` is the ratio's anchor;
     ``behaviour_logprobs`` is what the sampler reported; ``weights`` are signed and contain 1/denominator.
     """
 
@@ -52,10 +71,35 @@ class LossInputs:
     group_index: Array | None = None
     """``(N,)``: the group of each token, ``0 .. G-1``."""
     n_groups: int = 0
+    teacher_logprobs: Array | None = None
+    """``(N,)``: a teacher's log-prob of each sampled token (on-policy distillation)."""
+    values: Array | None = None
+    """``(N,)``: a critic's present output, before the token is taken."""
+    old_values: Array | None = None
+    """``(N,)``: the critic's output when advantages were computed."""
+    returns: Array | None = None
+    """``(N,)``: the critic's targets."""
+    lags: Array | None = None
+    """``(N,)``: publishes between the version that sampled the token and the trainer's weights at the step's start."""
+    noise: Array | None = None
+    """``(N,)``: uniform in [0, 1), keyed by row id and the token's place among the row's trained tokens."""
+    top_logprobs: Array | None = None
+    """``(N, K)``: the policy's present log-probs of the sampler's K most likely tokens."""
+    top_behaviour_logprobs: Array | None = None
+    """``(N, K)``: the sampler's log-probs of the same tokens; -inf where fewer than K were reported."""
+    prepass: Array | None = None
+    """``(N,)``: what the loss's pre-pass over the whole step returned."""
+    coefficient: Array | None = None
+    """``(N,)``: off-policy weight of each token in the policy term; None is 1."""
+
+    @property
+    def size(self) -> int:
+        """N."""
+        return len(self.weights)
 
     def units(self, unit: Unit) -> int:
         """How many units there are: N, R or G."""
-        return {"token": len(self.logprobs), "row": self.n_rows, "group": self.n_groups}[unit]
+        return {"token": self.size, "row": self.n_rows, "group": self.n_groups}[unit]
 
     def mean(self, xp: Ops, values: Array, unit: Unit) -> Array:
         """Mean over each unit's trained tokens: ``(N,)`` to ``(R,)`` or ``(G,)``."""
@@ -96,6 +140,8 @@ class LossValues:
 
 
 LossFunction = Callable[[Ops, LossInputs, Mapping[str, Any]], LossValues]
+Prepass = Callable[[LossInputs, Mapping[str, Any]], Array]
+"""``(inputs of the whole step as numpy float64, settings) -> (N,)`` constants."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +153,20 @@ class Loss:
     needs: tuple[Need, ...]
     unit: Unit
     defaults: Mapping[str, Any]
-    likelihood: bool = False
-    """True for losses that learn given text (TARGET spans) and need no advantage."""
+    kind: Kind = "policy"
+    """``policy`` learns from advantages, ``likelihood`` from given text, ``value`` trains a critic."""
+    prepass: Prepass | None = None
+    formula: str = ""
+    """One line, for ``explain`` and the documentation."""
+    source: str = ""
+    """The paper or specification of the formula."""
+    use: str = ""
+    """When to choose it, in a sentence."""
+
+    @property
+    def weighs_behaviour(self) -> bool:
+        """Whether the loss itself compares with the behaviour policy, so that a second correction would be double."""
+        return "behaviour_logprobs" in self.needs
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Defaults overlaid by ``given``; an unknown key raises ``SettingsError`` with a suggestion."""
@@ -123,23 +181,33 @@ class Loss:
         for need in self.needs:
             if getattr(inputs, need) is None:
                 raise ContractError(f"loss {self.name!r} needs {need}, which this batch does not have")
+        if self.prepass is not None and inputs.prepass is None:
+            raise ContractError(f"loss {self.name!r} has a pre-pass over the whole step that was not run")
 
 
-LOSSES: Registry[Loss] = Registry("loss")
+OWN_NEEDS: tuple[Need, ...] = ("old_logprobs", "advantages")
+"""What a loss needs that does not say: also one that is given by import path without being registered."""
+
+LOSSES: Registry[Loss] = Registry("loss", wrap=lambda path, function: Loss(path, function, OWN_NEEDS, "token", {}))
 
 
 def register_loss(
     name: str,
     *,
-    needs: tuple[Need, ...] = ("old_logprobs", "advantages"),
+    needs: tuple[Need, ...] = OWN_NEEDS,
     unit: Unit = "token",
     defaults: Mapping[str, Any] | None = None,
-    likelihood: bool = False,
+    kind: Kind = "policy",
+    prepass: Prepass | None = None,
+    formula: str = "",
+    source: str = "",
+    use: str = "",
 ) -> Callable[[LossFunction], LossFunction]:
     """Decorator that registers a loss under ``name``; see the module's example."""
 
     def add(function: LossFunction) -> LossFunction:
-        LOSSES.add(name, Loss(name, function, needs, unit, dict(defaults or {}), likelihood))
+        loss = Loss(name, function, needs, unit, dict(defaults or {}), kind, prepass, formula, source, use)
+        LOSSES.add(name, loss)
         return function
 
     return add
@@ -148,28 +216,6 @@ def register_loss(
 def log_ratio(xp: Ops, logprobs: Array, anchor: Array) -> Array:
     """``log pi - log anchor`` clamped to +-20, so that its exponential and gradient are finite."""
     return xp.clip(logprobs - xp.stop_gradient(anchor), -MAX_LOG_GAP, MAX_LOG_GAP)
-
-
-@register_loss("ppo_clip", defaults={"clip_low": 0.2, "clip_high": 0.2})
-def ppo_clip(xp: Ops, inputs: LossInputs, settings: Mapping[str, Any]) -> LossValues:
-    """``-min(r A, clip(r, 1 - low, 1 + high) A)`` with ``r = exp(log pi - log old)``.
-
-    PPO, 1707.06347; the asymmetric clip is DAPO's, 2503.14476.  ``approx_kl`` is ``r - 1 - log r`` (k3 of
-    old against current); ``clip_fraction`` counts tokens whose clipped branch was the smaller one.
-    """
-    gap = log_ratio(xp, inputs.logprobs, inputs.old_logprobs)
-    ratio = xp.exp(gap)
-    free = ratio * inputs.advantages
-    clipped = xp.clip(ratio, 1.0 - settings["clip_low"], 1.0 + settings["clip_high"]) * inputs.advantages
-    metrics = ratio_metrics(xp, gap)
-    metrics["clip_fraction"] = LossMetric("mean", xp.as_float(clipped < free, ratio))
-    return LossValues(-xp.minimum(free, clipped), metrics)
-
-
-@register_loss("cross_entropy", needs=(), likelihood=True)
-def cross_entropy(xp: Ops, inputs: LossInputs, settings: Mapping[str, Any]) -> LossValues:
-    """``-log pi``: supervised fine-tuning.  ``token_nll`` is its weighed mean in nats."""
-    return LossValues(-inputs.logprobs, {"token_nll": LossMetric("mean", -inputs.logprobs)})
 
 
 def ratio_metrics(xp: Ops, gap: Array) -> dict[str, LossMetric]:
@@ -182,3 +228,8 @@ def ratio_metrics(xp: Ops, gap: Array) -> dict[str, LossMetric]:
         "ratio_min": LossMetric("min", ratio),
         "approx_kl": LossMetric("mean", ratio - 1.0 - gap),
     }
+
+
+def share(xp: Ops, condition: Array, like: Array) -> LossMetric:
+    """The weighed share of tokens for which ``condition`` holds."""
+    return LossMetric("mean", xp.as_float(condition, xp.stop_gradient(like)))
