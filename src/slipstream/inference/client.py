@@ -382,6 +382,10 @@ class HttpEngine:
         finally:
             path.unlink(missing_ok=True)
 
+    async def world_size(self) -> int:
+        """Worker processes of the replica, data-parallel ones included."""
+        return int((await self.call("GET", "/get_world_size"))["world_size"])
+
     async def init_transfer(self, info: Mapping[str, Any]) -> None:
         """Prepare a way for weights to travel; ``info`` is a message of ``slipstream.inference.transfer``."""
         await self.call("POST", "/init_weight_transfer_engine", {"init_info": dict(info)})

@@ -198,8 +198,24 @@ class Publisher:
                 await self._interrupted(active, f"publishing {version} was interrupted ({type(error).__name__})")
                 raise
 
+    async def recover(self, health_seconds: float = 5.0) -> list[Receipt]:
+        """Try to bring back every quarantined or parked replica whose engine says that it is well.
+
+        One that fails again stays out, with the new reason.  Nobody else is paused.
+        """
+        receipts = []
+        for replica in [r for r in self.replicas if r.state in ("quarantined", "parked")]:
+            try:
+                well = await _within(health_seconds, "health", replica.engine.health())
+            except _Fault:
+                well = False
+            if well and self._last_good is not None:
+                with contextlib.suppress(PublishError):
+                    receipts.append(await self.readmit(replica.name))
+        return receipts
+
     async def readmit(self, name: str) -> Receipt:
-        """Bring a quarantined (or parked) replica back with the last good version.
+        """Bring a quarantined (or parked) replica back with the last good version; for instance a restarted engine.
 
         Raises:
             PublishError: there is no such replica, no last good version, or the replica fails again.
@@ -221,6 +237,11 @@ class Publisher:
             if not receipt.published:
                 raise PublishError(f"cannot readmit {name}: {'; '.join(receipt.faults)}")
             return receipt
+
+    def close(self) -> None:
+        """Free the transport; no file, segment or group is left.  The engines go on with what they hold."""
+        self._last_good = None
+        self._transport.close()
 
     # ---- one publish
 
@@ -283,9 +304,13 @@ class Publisher:
         try:
             await replica.engine.start_weight_update()
         except InferenceError:
-            # An attempt that died between start and finish leaves the update open; chunks may then follow at once.
-            if not progress.opened:
-                raise
+            # An attempt that died between start and finish leaves the update open: ours, or a dead trainer's.
+            await self._transport.abandon(replica.engine)
+            try:
+                await replica.engine.start_weight_update()
+            except InferenceError:
+                if not progress.opened:
+                    raise
         progress.opened = True
         await self._transport.send(staged, replica.engine)
         await replica.engine.finish_weight_update(staged.version)
@@ -369,8 +394,10 @@ class Publisher:
             replica=replica.name,
             result=progress.result,
             holds=replica.holds,
-            names=len(staged.tensors),
+            transport=self._transport.name,
+            names=len(staged.checksums),
             bytes=staged.bytes,
+            payload_bytes=staged.payload_bytes,
             seconds=dict(progress.seconds),
             verification=progress.verification,
             attempts=progress.attempts,

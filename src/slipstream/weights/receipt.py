@@ -18,6 +18,7 @@ Result = Literal["published", "rolled_back", "quarantined"]
 class Receipt:
     """One replica, one publish.
 
+    ``bytes`` is the size of the weights, ``payload_bytes`` what an up-to-date replica had to be sent (a delta is less).
     ``version`` is what was to be published, ``holds`` what the replica verifiably holds now (None: unknown).
     ``seconds`` has one entry per phase (stage, pause, load, verify, resume), summed over attempts; stage is shared by
     all replicas.  ``faults`` says, in order, why attempts failed.
@@ -27,8 +28,10 @@ class Receipt:
     replica: str
     result: Result
     holds: str | None
+    transport: str
     names: int
     bytes: int
+    payload_bytes: int
     seconds: Mapping[str, float]
     verification: Verification
     attempts: int
@@ -46,8 +49,10 @@ class Receipt:
             "replica": self.replica,
             "result": self.result,
             "holds": self.holds,
+            "transport": self.transport,
             "names": self.names,
             "bytes": self.bytes,
+            "payload_bytes": self.payload_bytes,
             "verification": self.verification.to_json(),
             "attempts": self.attempts,
             "faults": list(self.faults),

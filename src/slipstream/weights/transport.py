@@ -2,6 +2,7 @@
 
 Owns: the ``Transport`` protocol, ``Staged`` (one version's weights, frozen), ``InProcessTransport``, and putting the
 pieces of an export together.  Refuses: pausing, versions' meaning, verification.
+To engines in other processes: ``slipstream.weights.wire``, ``delta``, ``native``.
 
 Copies: an optimiser changes its parameters in place, so ``stage`` copies (and casts) each tensor once.  The copy is
 what is sent, checksummed, and kept as the last good version for a roll-back; it is freed when a newer version has been
@@ -12,14 +13,15 @@ Tensors are opaque here: numpy arrays or torch tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from slipstream.errors import PublishError
-from slipstream.inference.checksum import tensor_bytes, tensor_checksum
+from slipstream.inference.checksum import tensor_bytes
+from slipstream.inference.transfer.raw import Bytes, Raw, checksums, cut, lay_out
 from slipstream.inference.types import Engine
 
 Export = Mapping[str, Any] | Iterable[tuple[str, tuple[int, ...], tuple[slice, ...], Any]]
@@ -28,16 +30,25 @@ Export = Mapping[str, Any] | Iterable[tuple[str, tuple[int, ...], tuple[slice, .
 
 @dataclass(frozen=True)
 class Staged:
-    """One version's weights, complete and private: nothing changes them any more."""
+    """One version's weights, complete and private: nothing changes them any more.
+
+    ``bytes`` is the size of the weights; ``payload_bytes`` what one up-to-date replica has to be sent of it.
+    ``payload`` is the transport's own.
+    """
 
     version: str
     tensors: Mapping[str, Any]
     checksums: Mapping[str, str]
     bytes: int
+    payload_bytes: int
+    payload: Any = field(default=None, repr=False)
 
 
 class Transport(Protocol):
     """``stage`` once per publish, ``send`` once per replica and attempt, ``release`` when a version is done with."""
+
+    name: str
+    """How receipts call it."""
 
     def stage(self, version: str, export: Export) -> Staged:
         """Make the weights sendable.  Runs in a worker thread, before any replica is paused."""
@@ -47,56 +58,76 @@ class Transport(Protocol):
         """Hand every tensor to one engine, between its ``start_weight_update`` and ``finish_weight_update``."""
         ...
 
+    async def abandon(self, engine: Engine) -> None:
+        """End an update that someone else left open on the engine, so that a new one can start."""
+        ...
+
     def release(self, staged: Staged) -> None:
         """Free what ``stage`` made."""
         ...
 
+    def close(self) -> None:
+        """Free everything; nothing is left on disk or in memory."""
+        ...
 
-def _copy(tensor: Any, dtype: str | None) -> Any:
-    """A private, contiguous copy in ``dtype`` (None keeps the tensor's)."""
+
+def _form(tensor: Any, dtype: str | None) -> str:
+    """Name of the dtype that a tensor travels in (None keeps its own)."""
     if isinstance(tensor, np.ndarray):
-        return np.array(tensor, dtype=dtype, order="C")
-    import torch  # only ever reached with a torch tensor in hand
-
-    kind = getattr(torch, dtype) if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    return tensor.detach().to(dtype=kind, copy=True, memory_format=torch.contiguous_format)
+        return dtype or tensor.dtype.name
+    return dtype if dtype is not None and tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
 
 
-def _empty(like: Any, shape: tuple[int, ...]) -> Any:
-    return np.empty(shape, like.dtype) if isinstance(like, np.ndarray) else like.detach().new_empty(shape)
+def pieces_of(export: Export) -> list[tuple[str, tuple[int, ...], tuple[slice, ...], Any]]:
+    """Every piece, checked to add up to whole tensors."""
+    pieces: list[tuple[str, tuple[int, ...], tuple[slice, ...], Any]]
+    if isinstance(export, Mapping):
+        pieces = [(name, tuple(t.shape), (), t) for name, t in export.items()]
+    else:
+        pieces = [(name, tuple(shape), tuple(where), t) for name, shape, where, t in export]
+    if not pieces:
+        raise PublishError("export: no tensors; there is nothing to publish")
+    filled: dict[str, int] = {}
+    for name, shape, _, tensor in pieces:
+        if filled.get(name, 0) >= math.prod(shape) and name in filled:
+            raise PublishError(f"export: {name} comes twice")
+        filled[name] = filled.get(name, 0) + math.prod(tensor.shape)
+    for name, shape, _, _ in pieces:
+        if filled[name] != math.prod(shape):
+            raise PublishError(f"export: the pieces of {name} have {filled[name]} elements, its shape is {shape}")
+    return pieces
 
 
-def collect(export: Export, dtype: str | None = None) -> dict[str, Any]:
-    """Whole tensors of an export, as private copies.
+def collect(export: Export, dtype: str | None = None, allocate: Callable[[int], Bytes] | None = None) -> dict[str, Any]:
+    """Whole tensors of an export, copied (and cast) once into one buffer, which ``allocate(bytes)`` may provide.
 
     Raises:
         PublishError: a name comes twice, pieces do not add up to the whole, or the export is empty.
     """
-    pieces: Iterable[tuple[str, tuple[int, ...], tuple[slice, ...], Any]]
-    if isinstance(export, Mapping):
-        pieces = ((name, tuple(t.shape), (), t) for name, t in export.items())
-    else:
-        pieces = export
-    whole: dict[str, Any] = {}
-    filled: dict[str, int] = {}
-    for name, shape, where, tensor in pieces:
-        size, total = math.prod(tensor.shape), math.prod(shape)
-        if size == total:
-            if name in whole:
-                raise PublishError(f"export: {name} comes twice")
-            whole[name] = _copy(tensor.reshape(shape), dtype)
+    pieces = pieces_of(export)
+    # The first piece of a tensor speaks for all of it.
+    first = {name: (shape, tensor) for name, shape, _, tensor in reversed(pieces)}
+    names = dict.fromkeys(name for name, *_ in pieces)
+    table, size = lay_out((name, _form(first[name][1], dtype), first[name][0]) for name in names)
+    buffer = (allocate or (lambda n: np.empty(n, np.uint8)))(max(size, 1))
+    raws = cut(buffer, table)
+    whole = {name: raw.numpy() if isinstance(first[name][1], np.ndarray) else raw.torch() for name, raw in raws.items()}
+    for name, _, where, tensor in pieces:
+        target = whole[name]
+        if isinstance(target, np.ndarray):
+            part = target if tensor.size == target.size else target[where]
+            np.copyto(part, tensor.reshape(part.shape), casting="unsafe")
         else:
-            if name not in whole:
-                whole[name] = _empty(_copy(tensor[:0], dtype), shape)
-            whole[name][where] = tensor.detach() if hasattr(tensor, "detach") else tensor
-        filled[name] = filled.get(name, 0) + size
-    if not whole:
-        raise PublishError("export: no tensors; there is nothing to publish")
-    for name, n in filled.items():
-        shape = tuple(whole[name].shape)
-        if n != math.prod(shape):
-            raise PublishError(f"export: the pieces of {name} have {n} elements, its shape is {shape}")
+            part = target if tensor.numel() == target.numel() else target[where]
+            part.copy_(tensor.detach().reshape(part.shape))
     return whole
+
+
+def stage_tensors(version: str, tensors: dict[str, Any], payload: Any = None) -> Staged:
+    """``Staged`` over private tensors, hashed once."""
+    raws = {name: Raw.of(tensor) for name, tensor in tensors.items()}
+    size = sum(raw.data.size for raw in raws.values())
+    return Staged(version, tensors, checksums(raws), size, size, payload)
 
 
 class InProcessTransport:
@@ -108,14 +139,15 @@ class InProcessTransport:
         chunk_bytes: largest chunk (a tensor is never split).
     """
 
+    name = "in_process"
+
     def __init__(self, dtype: str | None = None, chunk_bytes: int = 1 << 28) -> None:
         self._dtype = dtype
         self._chunk_bytes = chunk_bytes
 
     def stage(self, version: str, export: Export) -> Staged:
-        tensors = collect(export, self._dtype)
-        checksums = {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
-        return Staged(version, tensors, checksums, sum(map(tensor_bytes, tensors.values())))
+        """One private copy."""
+        return stage_tensors(version, collect(export, self._dtype))
 
     def _chunks(self, tensors: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         chunk: dict[str, Any] = {}
@@ -129,8 +161,15 @@ class InProcessTransport:
         yield chunk
 
     async def send(self, staged: Staged, engine: Engine) -> None:
+        """Chunk by chunk."""
         for chunk in self._chunks(staged.tensors):
             await engine.update_weights(chunk)
 
+    async def abandon(self, engine: Engine) -> None:
+        """Nothing: an engine in this process has no other sender."""
+
     def release(self, staged: Staged) -> None:
         """Nothing but memory, which goes with the last reference."""
+
+    def close(self) -> None:
+        """Nothing but memory."""
