@@ -39,8 +39,8 @@ def test_without_settings_the_default_is_shown() -> None:
 def test_sections_and_skyrl_keys_are_explained() -> None:
     assert ("rollout.max_turns", "Model turns per trajectory.") in explain("rollout").inside
     assert "schedule.prompts_per_step" in explain("trainer.train_batch_size").description
-    assert explain("trainer.fully_async.enabled").description.startswith("refused:")
-    assert "trainer.fully_async.enabled" in explain("trainer.fully_async.max_staleness_steps").description
+    assert explain("trainer.fully_async.simulate_training").description.startswith("refused:")
+    assert "schedule.max_staleness_steps" in explain("trainer.fully_async.max_staleness_steps").description
     assert any(key == "trainer.algorithm.kl_ctrl.type" for key, _ in explain("trainer.algorithm.kl_ctrl").inside)
     assert "env.kwargs" in explain("environment.skyrl_gym.mine.option").description
 

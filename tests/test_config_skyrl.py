@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from slipstream.config import load_settings
-from slipstream.config.settings import NO_LIMIT
+from slipstream.config.settings import NO_LIMIT, ScheduleSettings
 from slipstream.config.skyrl import DEFAULTS, TABLE, Idle, Mapped, Met, Refused, environment_notes, rule_for
 from slipstream.config.tree import leaves
 from slipstream.errors import SettingsError
@@ -144,19 +144,24 @@ def test_the_asynchronous_sketch_is_understood_key_by_key(tmp_path: Path) -> Non
     message = str(caught.value)
     assert "unknown key" not in message
     for key in (
-        "trainer.fully_async.enabled",
         "trainer.algorithm.policy_loss_type",
         "trainer.placement.colocate_all",
     ):
         assert key in message
-    assert message.count("\n  - ") == 3
-    synchronous = yaml.safe_load(SKETCH)
-    del synchronous["trainer"]["placement"]
-    synchronous["trainer"]["fully_async"]["enabled"] = False
-    synchronous["trainer"]["algorithm"]["policy_loss_type"] = "regular"
-    path.write_text(yaml.safe_dump(synchronous))
+    assert message.count("\n  - ") == 2
+    here = yaml.safe_load(SKETCH)
+    del here["trainer"]["placement"]
+    here["trainer"]["algorithm"]["policy_loss_type"] = "regular"
+    path.write_text(yaml.safe_dump(here))
+    settings = load_settings([path]).settings
+    schedule = settings.schedule
+    assert (schedule.kind, schedule.max_staleness_steps, schedule.max_running_groups) == ("fully_async", 2, 3)
+    assert schedule.full_batch is True
+    assert settings.inference.pause_mode == "keep"
+    here["trainer"]["fully_async"]["enabled"] = False
+    path.write_text(yaml.safe_dump(here))
     loaded = load_settings([path])
-    assert loaded.settings.schedule.prompts_per_step == 1
+    assert loaded.settings.schedule == ScheduleSettings(prompts_per_step=1)
     assert loaded.settings.algorithm.minibatches_per_step == 1
     assert loaded.settings.algorithm.drop_zero_variance is True
     assert loaded.settings.rollout.samples_per_prompt == 4

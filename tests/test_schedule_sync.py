@@ -6,41 +6,10 @@ import random
 
 import pytest
 
+from schedule_kit import group
 from slipstream.errors import ContractError
 from slipstream.schedule import BatchSchedule, Counters
-from slipstream.trajectory import (
-    Completed,
-    Failed,
-    Group,
-    Reward,
-    Row,
-    SamplingSpec,
-    Span,
-    Trajectory,
-    VersionRun,
-)
-
-
-def group(name: str, rewards: list[float | None]) -> Group:
-    """A group whose members earned these rewards; None is a failed member."""
-    members = []
-    for i, reward in enumerate(rewards):
-        sampled = Span.sampled([5], [-1.0], [VersionRun("policy/0/0", 0, 1)], SamplingSpec(), turn=0)
-        members.append(
-            Trajectory(
-                trajectory_id=f"{name}/{i}",
-                group_id=name,
-                prompt_uid=name,
-                sample=i,
-                attempt=0,
-                rows=(Row((Span.prompt([1, 2]), sampled)),),
-                turns=(),
-                rewards=() if reward is None else (Reward(0, reward),),
-                outcome=Completed() if reward is not None else Failed("env_raised", "boom", False),
-                scheduled_step=1,
-            )
-        )
-    return Group(name, name, len(rewards), tuple(members))
+from slipstream.trajectory import Group
 
 
 def constant(candidate: Group) -> str | None:

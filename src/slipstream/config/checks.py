@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from slipstream.config.facts import ModelFacts
 from slipstream.config.problems import Problem
 from slipstream.config.resolve import optimizer_steps, prompts_drawn
+from slipstream.config.schedule_checks import check_schedule
 from slipstream.config.settings import RunSettings, SamplingSettings
 
 GROUP_ESTIMATORS = ("grpo", "rloo")
@@ -35,6 +36,7 @@ def check_settings(settings: RunSettings, known: Known | None = None) -> list[Pr
     rules = (
         _phases,
         _batches,
+        _schedule,
         _lengths,
         _context,
         _training_sampling,
@@ -118,6 +120,11 @@ def _batches(settings: RunSettings, known: Known) -> Iterator[Problem]:
             f"trajectories in flight (a step has {per_step})",
             "raise rollout.concurrency",
         )
+
+
+def _schedule(settings: RunSettings, known: Known) -> Iterator[Problem]:
+    if _rl(settings):
+        yield from check_schedule(settings, known.n_train_rows)
 
 
 def _lengths(settings: RunSettings, known: Known) -> Iterator[Problem]:

@@ -77,8 +77,8 @@ class BatchSchedule(BookedSchedule):
         super().submitted(group_id, again)
         self._drawn[slot] += 1
 
-    def _requeue(self, entry: Entry) -> None:
-        super()._requeue(entry)
+    def _requeue(self, entry: Entry, tries: int) -> None:
+        super()._requeue(entry, tries)
         self._drawn[entry.slot] -= 1
 
     def _choose(self) -> list[Entry] | None:

@@ -30,7 +30,10 @@ STALE = "stale"
 
 @dataclass
 class Entry:
-    """One outstanding group.  ``order`` counts submissions, ``rank`` finishes; ``slot`` is the schedule's own."""
+    """One outstanding group.
+
+    ``order`` counts submissions, ``rank`` finishes, ``tries`` evictions of its prompt; ``slot`` is the schedule's own.
+    """
 
     group_id: str
     order: int
@@ -195,7 +198,7 @@ class BookedSchedule:
             raise ContractError(f"schedule: group {group_id} is already outstanding")
         if again is not None and again not in self._taken:
             raise ContractError(f"schedule: {again} was not handed out by next_requeued")
-        tries = 0 if again is None else self._taken.pop(again) + 1
+        tries = 0 if again is None else self._taken.pop(again)
         entry = Entry(group_id, self._submissions, self._current, self._slot(), tries, self._clock())
         self._submissions += 1
         self._entries[group_id] = entry
@@ -235,8 +238,10 @@ class BookedSchedule:
             self._rejected[why] += 1
             self._toll.evicted += 1
             self._toll.evicted_seconds += self._clock() - entry.submitted_at
-        if again or (expired and self._requeues(entry)):
-            self._requeue(entry)
+        if expired and self._requeues(entry):
+            self._requeue(entry, entry.tries + 1)
+        elif again:
+            self._requeue(entry, entry.tries)
 
     def exhausted(self) -> None:
         """No prompt is left but the requeued ones."""
@@ -262,8 +267,8 @@ class BookedSchedule:
         self._left.append((group, reason))
         self._rejected[reason] += 1
 
-    def _requeue(self, entry: Entry) -> None:
-        self._again.append((entry.group_id, entry.tries))
+    def _requeue(self, entry: Entry, tries: int) -> None:
+        self._again.append((entry.group_id, tries))
 
     def _expire(self) -> None:
         for entry in list(self._expired()):
@@ -282,7 +287,7 @@ class BookedSchedule:
         self._toll.evicted += 1
         self._toll.evicted_seconds += entry.finished_at - entry.submitted_at
         if self._requeues(entry):
-            self._requeue(entry)
+            self._requeue(entry, entry.tries + 1)
 
     # -- selection -----------------------------------------------------------------------------------------------
 

@@ -78,6 +78,8 @@ class FullyAsyncSchedule(BookedSchedule):
         self.max_running = max_running
 
     def _room(self) -> int:
+        if self.max_staleness == 0 and not self._open:
+            return 0  # synchronous: nothing is sampled while the loop evaluates or saves
         ahead = self.max_staleness + 1
         if self.steps is not None:
             ahead = min(ahead, max(self.steps - self._current, 0))

@@ -98,7 +98,10 @@ def translate(given: Mapping[str, Any], native: Mapping[str, Any]) -> Translatio
 
 def _apply(out: Translation, rule: Rule, value: Any, view: View) -> None:
     verdict = rule.verdict
-    if isinstance(verdict, Mapped):
+    if isinstance(verdict, Mapped) and not verdict.active(view):
+        key, wanted = verdict.gate or ("", None)
+        out.notes.append(Note(rule.key, "no effect", f"read only with {key}={str(wanted).lower()}"))
+    elif isinstance(verdict, Mapped):
         made = _convert(verdict, value, view)
         for path, item in made.items():
             _put(out.values, path, item, rule.key)
@@ -160,9 +163,12 @@ def differing_defaults(given: Mapping[str, Any], native: Mapping[str, Any], curr
     for key, rule in TABLE.items():
         if key in given or not key.startswith(("trainer.", "generator.")) or not isinstance(rule.verdict, Mapped):
             continue
+        view = View(given, native, DEFAULTS, key)
+        if not rule.verdict.active(view):
+            continue
         try:
             # A default is read beside the keys that were given, as SkyRL would read it.
-            made = _convert(rule.verdict, rule.default, View(given, native, DEFAULTS, key))
+            made = _convert(rule.verdict, rule.default, view)
         except Unsupported:
             continue
         for path, value in made.items():

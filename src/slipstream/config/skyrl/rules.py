@@ -56,13 +56,18 @@ class Mapped:
     """Becomes ``native``; ``convert`` returns the value (or ``{path: value}`` for several paths).
 
     ``implied`` holds settings that follow from the key unless they are set natively:
-    ``{path: constant or convert}``.
+    ``{path: constant or convert}``.  With ``gate`` (a key and the value it must have) it has no effect otherwise.
     """
 
     to: str
     convert: Convert | None = None
     note: str = ""
     implied: Mapping[str, Any] = field(default_factory=dict)
+    gate: tuple[str, Any] | None = None
+
+    def active(self, view: View) -> bool:
+        """Whether the key is read at all beside the others."""
+        return self.gate is None or same(view.get(self.gate[0]), self.gate[1])
 
     @property
     def native(self) -> tuple[str, ...]:

@@ -39,8 +39,7 @@ from slipstream.config.skyrl.shared_keys import (
 KEEP_ALL = 1_000_000
 """``checkpoint.keep`` for SkyRL's -1: more checkpoints than any run writes."""
 
-ASYNC = "not in this release: only the synchronous schedule (staleness 0) exists"
-SYNC = "use the synchronous schedule: leave trainer.fully_async.enabled out"
+ASYNC = ("trainer.fully_async.enabled", True)
 ONE_DIRECTORY = "everything that a run writes lies in one directory"
 MEGATRON = "trainer.strategy=megatron"
 CRITIC = "trainer.algorithm.advantage_estimator=gae"
@@ -391,19 +390,48 @@ _CRITIC = [
 ]
 
 _ASYNC = [
-    Rule("trainer.fully_async.enabled", False, Refused(f"fully asynchronous training is {ASYNC}", SYNC)),
+    Rule(
+        "trainer.fully_async.enabled",
+        False,
+        Mapped(
+            "schedule.kind",
+            one_of({True: "fully_async", False: {}}, "not a switch", "use true or false"),
+            "the same capacity rule; in-flight requests are frozen at a publish",
+            implied={"inference.pause_mode": lambda value, view: "keep" if value is True else "wait"},
+        ),
+    ),
+    Rule(
+        "trainer.fully_async.max_staleness_steps",
+        4,
+        Mapped("schedule.max_staleness_steps", note="an aggregate bound, as in SkyRL", gate=ASYNC),
+    ),
+    Rule(
+        "trainer.fully_async.num_parallel_generation_workers",
+        768,
+        Mapped("schedule.max_running_groups", note="one group per worker", gate=ASYNC),
+    ),
+    Rule(
+        "trainer.fully_async.sample_full_batch",
+        False,
+        Mapped("schedule.full_batch", note="groups that filters refuse are replaced", gate=ASYNC),
+    ),
+    Rule(
+        "trainer.fully_async.clear_kv_cache_on_weight_sync",
+        False,
+        Refused(
+            "frozen requests go on with the KV cache they have",
+            "set inference.pause_mode=abort: interrupted answers are computed anew under the new weights",
+        ),
+    ),
+    Rule(
+        "trainer.fully_async.simulate_training",
+        False,
+        Refused("a run always trains", "use 'slipstream simulate', which needs neither a trainer nor engines"),
+    ),
     *under(
         "trainer.fully_async",
-        {
-            "max_staleness_steps": 4,
-            "num_parallel_generation_workers": 768,
-            "sample_full_batch": False,
-            "clear_kv_cache_on_weight_sync": False,
-            "simulate_training": False,
-            "simulate_training_step_seconds": 30.0,
-            "simulate_weight_sync_seconds": 0.0,
-        },
-        Idle("trainer.fully_async.enabled=true"),
+        {"simulate_training_step_seconds": 30.0, "simulate_weight_sync_seconds": 0.0},
+        Idle("trainer.fully_async.simulate_training=true"),
     ),
     Rule(
         "trainer.mtp.enabled",
