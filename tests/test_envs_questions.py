@@ -30,6 +30,7 @@ from slipstream.envs.sql_questions import (
 )
 from slipstream.envs.sqldb import shared_sandbox
 from slipstream.errors import DataError
+from slipstream.paths import cache_dir
 
 SPLITS = ("train", "sft", "eval", "eval_unseen")
 
@@ -213,6 +214,18 @@ def test_families_and_levels_select():
         question_rows("eval_unseen", families=["lookup"])
     with pytest.raises(DataError, match="split"):
         question_rows("test")  # type: ignore[arg-type]
+
+
+def test_a_share_of_the_rows_may_have_the_repair_turn():
+    everything = question_rows("train")
+    some = question_rows("train", repair_percent=25)
+    assert [row["uid"] for row in some] == [row["uid"] for row in everything]
+    single = [row for row in some if row.get("max_turns") == 1]
+    assert 0.65 < len(single) / len(some) < 0.85
+    assert not any("max_turns" in row for row in everything)
+    assert all(row["max_turns"] == 1 for row in question_rows("train", repair_percent=0))
+    with pytest.raises(DataError, match="repair_percent=101"):
+        question_rows("train", repair_percent=101)
 
 
 def test_fewshot_adds_three_worked_examples_that_are_no_questions():

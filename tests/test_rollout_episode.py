@@ -265,6 +265,25 @@ def test_episode_goes_on_after_a_cut_turn_and_can_complete() -> None:
     assert [turn.finish_reason for turn in trajectory.turns] == ["length", "stop"]
 
 
+def test_a_row_may_ask_for_fewer_turns_than_the_run_allows() -> None:
+    stage = Stage([step(0.1, "x"), step(0.2, "y")], max_turns=2, extras={"max_turns": 1})
+    trajectory = stage.play()
+    assert trajectory.outcome == Truncated("max_turns")
+    assert len(trajectory.turns) == 1
+    assert stage.maker.made[0].extras["max_turns"] == 1
+    assert Stage([step(0.1, "x"), step(0.2, "y")], max_turns=1, extras={"max_turns": 5}).play().outcome == Truncated(
+        "max_turns"
+    )
+
+
+@pytest.mark.parametrize("wrong", [0, "2", True, 1.5])
+def test_a_row_with_a_wrong_turn_limit_fails_by_name(wrong: Any) -> None:
+    outcome = Stage([step(0.1, "x")], extras={"max_turns": wrong}).play().outcome
+    assert isinstance(outcome, Failed)
+    assert outcome.fault == "bad_row"
+    assert repr(wrong) in outcome.reason
+
+
 def test_last_turn_is_max_turns() -> None:
     trajectory = Stage([step(0.1, "x"), step(0.2, "y")], max_turns=2).play()
     assert trajectory.outcome == Truncated("max_turns")

@@ -168,7 +168,7 @@ def _number(name: str, options: Mapping[str, str], key: str, default: int) -> in
 
 
 def _text2sql(part: str, options: Mapping[str, str]) -> Iterable[Row]:
-    """``text2sql/train|eval|eval_unseen|sft``; options style, levels, families, limit, and n, seed for sft."""
+    """``text2sql/train|eval|eval_unseen|sft``; options style, levels, families; n, seed for sft; else limit, repair_percent."""
     from slipstream.envs import sql_questions
 
     part = part or "train"
@@ -187,9 +187,10 @@ def _text2sql(part: str, options: Mapping[str, str]) -> Iterable[Row]:
         _options("text2sql/sft", options, ("style", "levels", "families", "n", "seed"))
         name = "text2sql/sft"
         return sql_questions.sft_rows(_number(name, options, "n", 400), _number(name, options, "seed", 0), **more)
-    _options(f"text2sql/{part}", options, ("style", "levels", "families", "limit"))
-    limit = _number("text2sql", options, "limit", 0) or None
-    return sql_questions.question_rows(part, limit=limit, **more)  # type: ignore[arg-type]
+    _options(f"text2sql/{part}", options, ("style", "levels", "families", "limit", "repair_percent"))
+    more |= {"limit": _number("text2sql", options, "limit", 0) or None}
+    more |= {"repair_percent": _number("text2sql", options, "repair_percent", 100)}
+    return sql_questions.question_rows(part, **more)  # type: ignore[arg-type]
 
 
 def _arithmetic(part: str, options: Mapping[str, str]) -> Iterable[Row]:

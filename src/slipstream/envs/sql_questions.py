@@ -251,12 +251,17 @@ def question_rows(
     families: Sequence[str] | None = None,
     levels: Sequence[int] | None = None,
     limit: int | None = None,
+    repair_percent: int = 100,
 ) -> list[Row]:
     """Data rows of a split: ``uid, prompt, env_class, reward_spec, family, level, split, data_source``.
 
-    A question's wording is one of its phrasings, fixed by its uid.
+    A question's wording is one of its phrasings, fixed by its uid.  ``repair_percent`` of the questions, chosen by
+    uid, have as many turns as the run allows; the others carry ``max_turns`` 1 (a second turn costs more than twice
+    the tokens of the first, so that a run may want it for a part only).
     """
-    rows = []
+    if not 0 <= repair_percent <= 100:
+        raise DataError(f"text2sql: repair_percent={repair_percent} must lie between 0 and 100")
+    rows: list[Row] = []
     for question in questions(split, families, levels)[:limit]:
         text = question.phrasings[draw(len(question.phrasings), "wording", question.uid)]
         rows.append(
@@ -271,6 +276,8 @@ def question_rows(
                 "data_source": f"chinook/{question.family}",
             }
         )
+        if draw(100, "repair", question.uid) >= repair_percent:
+            rows[-1]["max_turns"] = 1
     return rows
 
 

@@ -187,7 +187,8 @@ class Episode:
     async def _play(self) -> Outcome:
         try:
             history, builder = await self._begin()
-            for turn in range(self._services.settings.max_turns):
+            turns = self._turn_limit()
+            for turn in range(turns):
                 if turn < len(self.job.past):
                     reply, step = await self._repeat(self.job.past[turn], history, builder)
                 else:
@@ -195,7 +196,7 @@ class Episode:
                 ended = self._ended(step, reply)
                 if ended is not None:
                     return ended
-                if turn + 1 < self._services.settings.max_turns:
+                if turn + 1 < turns:
                     self._observe(turn, reply, step, history, builder)
             return Truncated("max_turns")
         except _Stop as stop:
@@ -205,6 +206,15 @@ class Episode:
         except TemplateError as error:
             return Failed("template", str(error), retryable=False)
 
+    def _turn_limit(self) -> int:
+        """``rollout.max_turns``, or less where the data row says so in ``max_turns``."""
+        most = self._services.settings.max_turns
+        own = self.job.task.extras.get("max_turns", most)
+        if isinstance(own, bool) or not isinstance(own, int) or own < 1:
+            reason = f"the row's max_turns must be a whole number from 1 on, got {own!r}"
+            raise _Stop(Failed("bad_row", reason, retryable=False))
+        return min(most, own)
+
     async def _begin(self) -> tuple[list[Message], RowBuilder]:
         services, task = self._services, self.job.task
         settings = services.settings
@@ -212,7 +222,7 @@ class Episode:
             services.pool,
             services.env_factory,
             task.env_class,
-            {**task.extras, "max_turns": settings.max_turns},
+            {**task.extras, "max_turns": self._turn_limit()},
             settings.env_step_seconds,
             services.counters,
         )
