@@ -168,7 +168,10 @@ def _number(name: str, options: Mapping[str, str], key: str, default: int) -> in
 
 
 def _text2sql(part: str, options: Mapping[str, str]) -> Iterable[Row]:
-    """``text2sql/train|eval|eval_unseen|sft``; options style, levels, families; n, seed for sft; else limit, repair_percent."""
+    """``text2sql/train|eval|eval_unseen|sft``.
+
+    Options: style, levels, families; for sft n and seed, for the others limit and repair_percent.
+    """
     from slipstream.envs import sql_questions
 
     part = part or "train"
