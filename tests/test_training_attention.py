@@ -32,7 +32,7 @@ def layout(*trees):
     for tree in trees:
         end = place(tree, end, 0)
     empty = np.zeros(0, dtype=np.int64)
-    return Layout(np.zeros(end, dtype=np.int64), np.concatenate(positions), tuple(runs), (), empty, empty, empty)
+    return Layout(np.zeros(end, dtype=np.int64), np.concatenate(positions), empty, tuple(runs), (), empty, empty, empty)
 
 
 FLAT = layout((7, (3,), (5,), (2,)), (9,), (40, (33,), (48,)))

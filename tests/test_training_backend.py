@@ -321,11 +321,17 @@ def test_temperature_is_each_rows_own(build, model_dir):
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
-@pytest.mark.parametrize("spec", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"repetition_penalty": 1.1}])
-def test_truncated_sampling_is_refused(build, spec):
-    batch = Batch([replace(rows()[0], sampling=SamplingSpec(**spec))])
-    with pytest.raises(ContractError, match="kept sets"):
-        build().forward("policy", batch).result()
+def test_truncated_sampling_without_kept_sets_is_refused(build):
+    backend = build()
+    for spec, why in (
+        ({"top_p": 0.9}, "kept sets"),
+        ({"top_k": 5}, "kept sets"),
+        ({"min_p": 0.1}, "kept sets"),
+        ({"repetition_penalty": 1.1}, "penalties"),
+    ):
+        batch = Batch([replace(rows()[0], sampling=SamplingSpec(**spec))])
+        with pytest.raises(ContractError, match=why):
+            backend.forward("policy", batch).result()
 
 
 def test_greedy_rows_are_refused(build):

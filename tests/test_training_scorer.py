@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream.training import scorer
-from slipstream.training.scorer import Head, score_tokens
+from slipstream.training.scorer import Head, Kept, score_tokens
 
 
 def plain(hidden, weight, bias, targets, temperature, softcap=None):
@@ -78,3 +78,48 @@ def test_temperature_half_on_logits_two_zero():
     warm, _ = score_tokens(torch.ones(1, 1), head, torch.tensor([0]), torch.tensor([1.0]))
     assert math.exp(float(warm - cold)) == pytest.approx(0.897, abs=1e-3)
     assert float(cold) == pytest.approx(-math.log1p(math.exp(-4)), abs=1e-6)
+
+
+def kept_sets(n, v, targets, limited):
+    """Random kept sets that hold the target, for the tokens marked in ``limited``; and the mask they mean."""
+    torch.manual_seed(1)
+    mask = torch.rand(n, v) < 0.3
+    mask[torch.arange(n), targets] = True
+    mask[~limited] = True
+    sizes = torch.where(limited, mask.sum(1), 0)
+    pairs = (mask & limited[:, None]).nonzero()
+    edges = [0, *sizes.cumsum(0).tolist()]
+    return Kept(pairs[:, 1].contiguous(), pairs[:, 0].contiguous(), limited, edges), mask
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 64])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("slice_elements", [74, 1 << 20])
+def test_kept_sets_restrict_values_and_gradients(chunk, softcap, slice_elements, monkeypatch):
+    monkeypatch.setattr(scorer, "_SLICE_ELEMENTS", slice_elements)
+    leaves, targets, temperature, mix = inputs()
+    limited = torch.tensor([True, False, True, True, True, False, False, True, True, True, True])
+    kept, mask = kept_sets(11, 37, targets, limited)
+    z = torch.nn.functional.linear(*leaves)
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    logp = (z / temperature[:, None]).masked_fill(~mask, -1e30).log_softmax(-1)
+    want = logp.gather(1, targets[:, None])[:, 0], -torch.where(mask, logp.exp() * logp, 0.0).sum(-1)
+    head = Head(leaves[1], leaves[2], softcap)
+    got = score_tokens(leaves[0], head, targets, temperature, chunk=chunk, entropy=True, kept=kept)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+    want_grads = torch.autograd.grad((mix[0] * want[0] + mix[1] * want[1]).sum(), leaves)
+    got_grads = torch.autograd.grad((mix[0] * got[0] + mix[1] * got[1]).sum(), leaves)
+    for a, b in zip(got_grads, want_grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_kept_set_of_one_has_log_prob_zero_and_no_gradient():
+    leaves, targets, temperature, _ = inputs()
+    n = len(targets)
+    kept = Kept(targets, torch.arange(n), torch.ones(n, dtype=torch.bool), list(range(n + 1)))
+    logprobs, _ = score_tokens(leaves[0], Head(leaves[1], leaves[2]), targets, temperature, kept=kept)
+    assert logprobs.abs().max() == 0
+    grads = torch.autograd.grad(logprobs.sum(), leaves)
+    assert all(float(g.abs().max()) == 0 for g in grads)

@@ -102,6 +102,9 @@ class TrainingSettings(Settings):
     )
     logprob_chunk_tokens: int = Field(512, ge=1, description="Tokens per chunk of the vocabulary projection.")
     share_prompts: bool = Field(True, description="Compute what rows begin with in common once in the update.")
+    routing_replay: bool = Field(
+        False, description="Mixture of experts: the update sends each token to the experts that the engine chose (R3)."
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads of the backend; null leaves torch's choice.")
     determinism: Literal["fast", "exact"] = Field(
         "fast", description="exact: the same seed gives bit-equal losses, weights and ledger content."

@@ -51,11 +51,13 @@ class Layout:
     ``runs`` cover the packed tokens in order; packed place ``p`` sees place ``k`` exactly when
     ``k <= p < reach``, with the ``reach`` of the run that holds ``k``.  ``row_ids_R`` indexes the batch's rows.
     ``at_N`` is the packed position of the input that predicts each trained token, ``row_N`` the place of its row in
-    ``row_ids_R``; trained tokens are in row order.
+    ``row_ids_R``; trained tokens are in row order.  Packed place ``p`` holds input ``positions_T[p]`` of batch row
+    ``owner_T[p]``, and of every row that shares it.
     """
 
     ids_T: IntArray
     positions_T: IntArray
+    owner_T: IntArray
     runs: tuple[Run, ...]
     row_ids_R: tuple[int, ...]
     at_N: IntArray
@@ -68,16 +70,19 @@ class Layout:
         return len(self.ids_T)
 
 
-def plan_layouts(rows: Sequence[BatchRow], max_tokens: int, *, share: bool = True) -> list[Layout]:
+def plan_layouts(
+    rows: Sequence[BatchRow], max_tokens: int, *, share: bool = True, keys: Sequence[IntArray] | None = None
+) -> list[Layout]:
     """Pack every row that trains something into layouts of at most ``max_tokens`` tokens.
 
     Rows are taken in order of first appearance in the tree, so rows that begin alike stay together as far as the
     budget allows; where they do not fit, what they share is computed again in the next layout.  A row is never
-    split: one that is longer than the budget gets a layout of its own.
+    split: one that is longer than the budget gets a layout of its own.  ``keys`` (per row, like ``inputs_T``) replaces
+    the ids when rows are compared, for inputs that are more than their id.
     """
     if max_tokens < 1:
         raise ContractError(f"max_tokens must be >= 1, got {max_tokens}")
-    tree = _Tree(rows, share)
+    tree = _Tree(rows, share, keys)
     return [_build(rows, tree, chosen) for chosen in _cut(tree, max_tokens)]
 
 
@@ -103,11 +108,11 @@ class _Tree:
     ``paths`` maps each row that trains something to its nodes from the root down; its order is the tree's.
     """
 
-    def __init__(self, rows: Sequence[BatchRow], share: bool) -> None:
+    def __init__(self, rows: Sequence[BatchRow], share: bool, keys: Sequence[IntArray] | None = None) -> None:
         self.nodes: list[_Node] = []
         self.paths: dict[int, tuple[int, ...]] = {}
         self._used = {i: n for i, row in enumerate(rows) if (n := _used_length(row))}
-        self._inputs = {i: rows[i].inputs_T[:n] for i, n in self._used.items()}
+        self._inputs = {i: (rows[i].inputs_T if keys is None else keys[i])[:n] for i, n in self._used.items()}
         if share:
             self._grow()
         else:
@@ -211,6 +216,7 @@ def _build(rows: Sequence[BatchRow], tree: _Tree, chosen: list[int]) -> Layout:
     return Layout(
         ids_T=np.concatenate([rows[node.row].inputs_T[node.low : node.high] for node in nodes]),
         positions_T=np.concatenate([np.arange(node.low, node.high) for node in nodes]),
+        owner_T=np.repeat([node.row for node in nodes], [node.high - node.low for node in nodes]),
         runs=_runs(numbers, nodes, start),
         row_ids_R=row_ids,
         at_N=np.concatenate(at),

@@ -29,7 +29,7 @@ from slipstream.inference.embedded.pretrained import load_causal_lm, load_tokeni
 from slipstream.training import attention
 from slipstream.training.fused import lean_layers
 from slipstream.training.layout import Layout, plan_layouts
-from slipstream.training.scorer import Head, score_tokens
+from slipstream.training.scorer import Head, Kept, score_tokens
 from slipstream.trajectory import SamplingSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -94,7 +94,7 @@ class PolicyModel:
         self.hf.requires_grad_(False)
 
     def score(
-        self, layout: Layout, temperature_N: Tensor, *, chunk: int, entropy: bool = False
+        self, layout: Layout, temperature_N: Tensor, *, chunk: int, entropy: bool = False, kept: Kept | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs and entropies of the layout's trained tokens, ``(N,)`` float32.
 
@@ -103,7 +103,8 @@ class PolicyModel:
         at_N = torch.as_tensor(layout.at_N, device=self.device)
         targets_N = torch.as_tensor(layout.targets_N, device=self.device)
         hidden_ND = self.hidden(layout).index_select(0, at_N)
-        return score_tokens(hidden_ND, self.head(), targets_N, temperature_N, chunk=chunk, entropy=entropy)
+        head = self.head()
+        return score_tokens(hidden_ND, head, targets_N, temperature_N, chunk=chunk, entropy=entropy, kept=kept)
 
     def hidden(self, layout: Layout) -> Tensor:
         """The last hidden state, ``(T, D)``."""

@@ -37,12 +37,13 @@ __all__ = [
 class ForwardResult:
     """Log-probs (and entropy when asked for) of each row's *trained* targets, in row order.
 
-    ``logprobs[i]`` has shape ``(rows[i].n_trained,)``.
+    ``logprobs[i]`` has shape ``(rows[i].n_trained,)``.  A critic gives ``values`` of that shape and no log-probs.
     """
 
     logprobs: Sequence[npt.NDArray[np.float64]]
     entropy: Sequence[npt.NDArray[np.float64]] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    values: Sequence[npt.NDArray[np.float64]] | None = None
 
 
 @dataclass(frozen=True)

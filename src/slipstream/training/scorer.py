@@ -1,19 +1,22 @@
 """Log-probs and entropy of trained tokens, without ever holding the logits of more than one chunk.
 
-Owns: the vocabulary projection and its gradient.  Refuses: which tokens are trained, losses.
+Owns: the vocabulary projection and its gradient, over the whole vocabulary or over the ids that a truncating sampler
+kept.  Refuses: which tokens are trained, losses.
 
 The forward pass keeps one float32 log-sum-exp per token; the backward pass computes a chunk's logits again
 (the last chunk's are kept, since a chunk may live anyway).  All reductions over the vocabulary are float32.
 
 Formulas, with ``z = cap(h W^T + b) / temperature``, ``p = softmax(z)``, ``H = -sum p log p``:
 ``d log p_target / dz = onehot - p`` and ``dH/dz = -p (log p + H)``, where ``p = 0`` contributes 0 even when
-``log p = -inf``.
+``log p = -inf``.  Under a kept set, ``z = -inf`` for every other id, so its probability and gradient are exactly 0.
 
 Shape legend: ``N`` tokens, ``D`` hidden size, ``V`` vocabulary.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +37,28 @@ class Head:
     softcap: float | None = None
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Ids that a truncating sampler kept, for some of N tokens; the others have the whole vocabulary.
+
+    Token ``n`` has ``ids_M[edges[n]:edges[n + 1]]``; ``token_M`` is the token of each of the M entries; ``limited_N``
+    marks the tokens that have a kept set.
+    """
+
+    ids_M: Tensor
+    token_M: Tensor
+    limited_N: Tensor
+    edges: Sequence[int]
+
+    def restrict_(self, z: Tensor, start: int) -> Tensor:
+        """Put -inf at every id that is not kept, in place, for tokens ``start ..`` of ``z`` (rows, V)."""
+        stop = start + z.shape[0]
+        low, high = self.edges[start], self.edges[stop]
+        keep = (~self.limited_N[start:stop])[:, None].expand(-1, z.shape[1]).clone()
+        keep[self.token_M[low:high] - start, self.ids_M[low:high]] = True
+        return z.masked_fill_(~keep, -math.inf)
+
+
 def score_tokens(
     hidden_ND: Tensor,
     head: Head,
@@ -42,6 +67,7 @@ def score_tokens(
     *,
     chunk: int = 512,
     entropy: bool = False,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Float32 log-probs (and entropies) of ``targets_N`` under ``temperature_N``, differentiable.
 
@@ -52,9 +78,10 @@ def score_tokens(
         temperature_N: float32, > 0; logits are divided by it.
         chunk: tokens projected together.
         entropy: also return the entropy of each predicting distribution.
+        kept: the ids over which each token's distribution is normalised; None is the whole vocabulary.
     """
     logprobs, entropies = _Score.apply(
-        hidden_ND, head.weight_VD, head.bias_V, targets_N, temperature_N, chunk, entropy, head.softcap
+        hidden_ND, head.weight_VD, head.bias_V, targets_N, temperature_N, chunk, entropy, head.softcap, kept
     )
     return logprobs, entropies if entropy else None
 
@@ -83,6 +110,7 @@ class _Score(torch.autograd.Function):
         chunk: int,
         entropy: bool,
         softcap: float | None,
+        kept: Kept | None,
     ) -> tuple[Tensor, Tensor]:
         total, vocab = hidden.shape[0], weight.shape[0]
         step = max(1, _SLICE_ELEMENTS // vocab)
@@ -93,6 +121,8 @@ class _Score(torch.autograd.Function):
             for low in range(0, raw.shape[0], step):
                 at = slice(start + low, min(start + low + step, start + raw.shape[0]))
                 z = _logits(raw[low : low + step], temperature[at], softcap)
+                if kept is not None:
+                    kept.restrict_(z, at.start)
                 picked[at] = z.gather(1, targets[at, None])[:, 0]
                 top = z.amax(1, keepdim=True)
                 if entropy:
@@ -106,7 +136,7 @@ class _Score(torch.autograd.Function):
                 lse[at] = mass.log() + top[:, 0]
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropies)
         ctx.last = raw if any(ctx.needs_input_grad[:3]) else None
-        ctx.chunk, ctx.entropy, ctx.softcap, ctx.step = chunk, entropy, softcap, step
+        ctx.chunk, ctx.entropy, ctx.softcap, ctx.step, ctx.kept = chunk, entropy, softcap, step, kept
         return picked - lse, entropies
 
     @staticmethod
@@ -132,6 +162,7 @@ class _Score(torch.autograd.Function):
                     grad_logprob[at],
                     entropy,
                     ctx.softcap,
+                    None if ctx.kept is None else (ctx.kept, at.start),
                 )
             # ``raw`` now holds the gradient with respect to the logits.
             if d_hidden is not None:
@@ -149,7 +180,7 @@ class _Score(torch.autograd.Function):
             d_hidden,
             d_weight.to(weight.dtype) if d_weight is not None else None,
             d_bias.to(bias.dtype) if d_bias is not None else None,
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 
@@ -161,12 +192,15 @@ def _logit_gradient(
     grad_logprob: Tensor,
     entropy: tuple[Tensor, Tensor] | None,
     softcap: float | None,
+    kept: tuple[Kept, int] | None,
 ) -> Tensor:
     """Gradient with respect to the raw logits of one slice, float32."""
     z = _logits(raw, temperature, softcap)
     slope = None
     if softcap is not None:
         slope = 1 - (z * (temperature[:, None] / softcap)).square_()
+    if kept is not None:
+        kept[0].restrict_(z, kept[1])  # after the slope, which has to stay finite
     if entropy is None:
         z.sub_(lse[:, None]).exp_().mul_(-grad_logprob[:, None])
     else:

@@ -12,7 +12,9 @@ inside a verb reaches the caller through its future; later verbs still run.
 True
 
 Handles: ``policy`` is trained; ``reference`` is a frozen copy of its first weights (with LoRA: the model with
-its adapters off, at no cost).  Both are scored under each row's own ``SamplingSpec``.
+its adapters off, at no cost); ``teacher`` is another frozen model over the same vocabulary.  All three are scored
+under each row's own ``SamplingSpec``, over the ids that the sampler kept.  ``critic`` gives values: a model of its own
+with its own optimiser, or a head on the policy, which ``optim_step("policy")`` moves too.
 """
 
 from __future__ import annotations
@@ -28,21 +30,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.algorithms.batch import Batch, FloatArray
+from slipstream.algorithms.batch import Batch
 from slipstream.algorithms.losses import LOSSES
 from slipstream.algorithms.objective import LossSpec, MetricAccumulator, loss_inputs, objective, run_prepass
 from slipstream.algorithms.ops import torch_ops
-from slipstream.config.settings import ModelSettings, OptimizerSettings, TrainingSettings
+from slipstream.config.algorithm import CriticSettings, TeacherSettings
+from slipstream.config.settings import LoraSettings, ModelSettings, OptimizerSettings, TrainingSettings
 from slipstream.errors import CheckpointError, ContractError, SettingsError
 from slipstream.training import checkpoint
-from slipstream.training.attention import active_layout
-from slipstream.training.layout import Layout, plan_layouts
+from slipstream.training.critic import Critic
 from slipstream.training.memory import give_back
 from slipstream.training.model import PolicyModel
 from slipstream.training.optimizer import MasterOptimizer
+from slipstream.training.passes import Pass, RowValues
 from slipstream.training.protocol import ExportedTensor, ForwardResult, OptimResult, StepOutput
+from slipstream.training.routing import RoutingReplay
 
-POLICY, REFERENCE = "policy", "reference"
+POLICY, REFERENCE, CRITIC, TEACHER = "policy", "reference", "critic", "teacher"
 _log = logging.getLogger(__name__)
 _R = TypeVar("_R")
 
@@ -59,24 +63,34 @@ class TorchBackend:
         seed: int = 0,
         total_steps: int | None = None,
         device: str = "cpu",
+        critic: CriticSettings | None = None,
+        teacher: TeacherSettings | None = None,
     ) -> None:
-        """Load the model.
+        """Load the models.
 
         Args:
             model_settings: which weights, compute dtype, attention, checkpointing.
             training: budget, chunk, optimiser, LoRA, threads, determinism.
-            handles: ``policy``, optionally with ``reference``.
+            handles: ``policy``, optionally with ``reference``, ``critic`` and ``teacher``.
             seed: of new adapters and of their dropout.
             total_steps: length of a linear or cosine schedule where the settings do not say.
             device: a torch device.
+            critic: backbone, weights and optimiser of the handle ``critic``.
+            teacher: weights and dtype of the handle ``teacher``.
 
         Raises:
             ModelError: the weights cannot be used, or packing is not exact for them.
             SettingsError: unknown handles, or a schedule without a length.
         """
-        unknown = set(handles) - {POLICY, REFERENCE}
+        unknown = set(handles) - {POLICY, REFERENCE, CRITIC, TEACHER}
         if unknown or POLICY not in handles:
-            raise SettingsError(f"handles must be 'policy' and optionally 'reference', got {tuple(handles)}")
+            raise SettingsError(
+                f"handles must be 'policy' and optionally 'reference', 'critic', 'teacher', got {tuple(handles)}"
+            )
+        self._critic_settings = critic or CriticSettings()
+        self._teacher_path, self._teacher_dtype = (teacher.path, teacher.dtype) if teacher else (None, None)
+        if TEACHER in handles and self._teacher_path is None:
+            raise SettingsError("handle 'teacher' needs algorithm.teacher.path (a local model)")
         self.model_settings, self.training, self.handles = model_settings, training, tuple(handles)
         self._device = torch.device(device)
         self._closed = False
@@ -97,22 +111,64 @@ class TorchBackend:
             torch.use_deterministic_algorithms(True)  # a process-wide switch; exact runs want it everywhere
         lora = self.training.lora
         self._policy = PolicyModel.load(self.model_settings, lora, device=self._device, seed=seed)
-        self._optimizer = MasterOptimizer(self._policy.trainable(), self.training.optimizer, total_steps)
+        path = self.model_settings.path
+        self._routing = RoutingReplay(self._policy.hf, path) if self.training.routing_replay else None
+        self._critic = self._build_critic(seed) if CRITIC in self.handles else None
+        shared = self._critic is not None and self._critic.shared
+        own = dict(self._critic.head_parameters()) if self._critic is not None and shared else {}
+        self._optimizer = MasterOptimizer(self._policy.trainable() | own, self.training.optimizer, total_steps)
         self._policy.cast()
         self._policy.check_packing()
-        self._reference: PolicyModel | None = None
-        if REFERENCE in self.handles and lora.rank == 0:
-            self._reference = PolicyModel.load(self.model_settings, lora, device=self._device)
-            self._reference.cast()
-            self._reference.freeze()
+        self._critic_optimizer: MasterOptimizer | None = None
+        if self._critic is not None and not shared:
+            self._critic_optimizer = MasterOptimizer(
+                self._critic.trainable(), self._critic_settings.optimizer, total_steps
+            )
+            self._critic.backbone.cast()
+        self._reference = self._frozen(self.model_settings) if REFERENCE in self.handles and lora.rank == 0 else None
+        self._teacher: PolicyModel | None = None
+        if TEACHER in self.handles and self._teacher_path is not None:
+            changes = {"path": self._teacher_path, "dtype": self._teacher_dtype}
+            self._teacher = self._frozen(self.model_settings.model_copy(update=changes))
+            self._teacher.check_packing()
         generator = torch.Generator()
         generator.manual_seed(seed)
         self._rng = generator.get_state()
 
+    def _build_critic(self, seed: int) -> Critic:
+        """Before the optimiser takes its masters: a shared head is among the policy's parameters."""
+        settings = self._critic_settings
+        if settings.backbone == "shared":
+            return Critic(self._policy, shared=True)
+        changes = {"path": settings.path or self.model_settings.path}
+        own = self.model_settings.model_copy(update=changes)
+        return Critic(PolicyModel.load(own, self.training.lora, device=self._device, seed=seed), shared=False)
+
+    def _frozen(self, settings: ModelSettings) -> PolicyModel:
+        """A model that is only scored: without adapters, in the compute dtype."""
+        model = PolicyModel.load(settings, LoraSettings(), device=self._device)
+        model.cast()
+        model.freeze()
+        return model
+
+    @property
+    def saved_handles(self) -> tuple[str, ...]:
+        """Handles with weights of their own that a checkpoint has to hold.
+
+        A shared critic lies in the policy's checkpoint; a LoRA run's reference and a teacher are files already.
+        """
+        has = {
+            POLICY: True,
+            REFERENCE: self._reference is not None,
+            CRITIC: self._critic_optimizer is not None,
+            TEACHER: False,
+        }
+        return tuple(handle for handle in self.handles if has[handle])
+
     # ---- verbs -------------------------------------------------------------------------------------------
 
     def forward(self, handle: str, batch: Batch, *, entropy: bool = False) -> Future[ForwardResult]:
-        """Score every row's trained targets under its own sampling spec; no gradients."""
+        """Score every row's trained targets under its own sampling spec (critic: their values); no gradients."""
         return self._submit(lambda: self._forward(handle, batch, entropy))
 
     def forward_backward(self, handle: str, batch: Batch, loss: LossSpec) -> Future[StepOutput]:
@@ -120,7 +176,10 @@ class TorchBackend:
         return self._submit(lambda: self._forward_backward(handle, batch, loss))
 
     def optim_step(self, handle: str) -> Future[OptimResult]:
-        """Clip and update, or refuse a step that is not finite; gradients are cleared either way."""
+        """Clip and update, or refuse a step that is not finite; gradients are cleared either way.
+
+        A critic on the policy's backbone has no step of its own: ``optim_step("policy")`` moves it.
+        """
         return self._submit(lambda: self._optim_step(handle))
 
     def export_weights(self, handle: str) -> Iterator[ExportedTensor]:
@@ -161,9 +220,9 @@ class TorchBackend:
         """Make the policy's present weights the reference (after a supervised warm start)."""
         return self._submit(self._set_reference)
 
-    def gradients(self) -> dict[str, Tensor]:
+    def gradients(self, handle: str = POLICY) -> dict[str, Tensor]:
         """Copies of the pending float32 gradients by parameter name (for tests and probes)."""
-        return self._submit(lambda: {k: v.clone() for k, v in self._optimizer.gradients().items()}).result()
+        return self._submit(lambda: {k: v.clone() for k, v in self._moved_by(handle).gradients().items()}).result()
 
     def close(self) -> None:
         """Finish the running verb, drop queued ones, free the worker.  Idempotent."""
@@ -184,18 +243,30 @@ class TorchBackend:
             raise ContractError("the training backend is closed")
         return self._worker.submit(work)
 
-    def _model(self, handle: str) -> PolicyModel:
+    def _known(self, handle: str) -> None:
         if handle not in self.handles:
             raise ContractError(f"unknown handle {handle!r}; this backend has {', '.join(self.handles)}")
+
+    def _model(self, handle: str) -> PolicyModel:
+        self._known(handle)
         if handle == REFERENCE:
             if self._reference is None:
                 raise ContractError("with LoRA the reference is the base model; it is scored, not exported or saved")
             return self._reference
+        if handle == TEACHER and self._teacher is not None:
+            return self._teacher
+        if handle == CRITIC and self._critic is not None:
+            return self._critic.backbone
         return self._policy
 
-    def _trained(self, handle: str) -> None:
+    def _moved_by(self, handle: str) -> MasterOptimizer:
+        """The optimiser that a handle's gradients go to."""
+        self._known(handle)
+        if handle == CRITIC:
+            return self._critic_optimizer or self._optimizer
         if handle != POLICY:
-            raise ContractError(f"handle {handle!r} is frozen; only 'policy' is trained")
+            raise ContractError(f"handle {handle!r} is frozen; only 'policy' and 'critic' are trained")
+        return self._optimizer
 
     @contextlib.contextmanager
     def _scoring(self, handle: str) -> Iterator[PolicyModel]:
@@ -205,120 +276,99 @@ class TorchBackend:
         else:
             yield self._model(handle)
 
-    def _layouts(self, batch: Batch) -> list[Layout]:
-        for row in batch.rows:
-            if row.sampling.truncated:
-                raise ContractError(
-                    f"row {row.row_id} was sampled with {row.sampling}: truncated or penalised sampling cannot be "
-                    "scored without the sampler's kept sets; sample with top_p=1, top_k=-1, min_p=0, no penalties"
-                )
-            if row.sampling.greedy:
-                raise ContractError(f"row {row.row_id} was sampled at temperature 0, which is for evaluation only")
-        return plan_layouts(batch.rows, self.training.max_tokens_per_microbatch, share=self.training.share_prompts)
-
-    def _temperature(self, batch: Batch, layout: Layout) -> Tensor:
-        per_row = np.asarray([batch.rows[i].sampling.temperature for i in layout.row_ids_R], dtype=np.float32)
-        return torch.as_tensor(per_row[layout.row_N], device=self._device)
+    def _pass(self, handle: str, model: PolicyModel, batch: Batch) -> Pass:
+        critic = self._critic if handle == CRITIC else None
+        # A reference that is the policy without its adapters routes by itself, as one with weights of its own does.
+        routing = self._routing if model is self._policy and handle != REFERENCE else None
+        return Pass(batch, model, self.training, self._device, critic=critic, routing=routing)
 
     @torch.no_grad()
     def _forward(self, handle: str, batch: Batch, entropy: bool) -> ForwardResult:
-        logprobs, entropies = _RowValues(batch), _RowValues(batch)
+        found = RowValues(batch)
         with self._scoring(handle) as model:
             model.train_mode(False)
-            for layout in self._layouts(batch):
-                with active_layout(layout, self._device):
-                    scores, spread = model.score(
-                        layout,
-                        self._temperature(batch, layout),
-                        chunk=self.training.logprob_chunk_tokens,
-                        entropy=entropy,
-                    )
-                logprobs.put(layout, scores)
-                if spread is not None:
-                    entropies.put(layout, spread)
-        return ForwardResult(logprobs.rows, entropies.rows if entropy else None)
+            way = self._pass(handle, model, batch)
+            for layout in way.layouts:
+                with way.open(layout):
+                    found.put(layout, way.outputs(layout, entropy=entropy))
+        if handle == CRITIC:
+            return ForwardResult([], values=found.rows("values"))
+        return ForwardResult(found.rows("logprobs"), found.rows("entropy") if entropy else None)
 
     def _forward_backward(self, handle: str, batch: Batch, loss: LossSpec) -> StepOutput:
-        self._trained(handle)
-        logprobs = _RowValues(batch)
-        layouts = self._layouts(batch)
+        optimizer, model = self._moved_by(handle), self._model(handle)
+        kind = LOSSES.get(loss.policy).kind
+        if (kind == "value") != (handle == CRITIC):
+            raise ContractError(f"loss {loss.policy!r} is of kind {kind!r}, which handle {handle!r} does not learn")
         loss = run_prepass(batch, loss, lambda: self._forward(handle, batch, False).logprobs)
+        way, found = self._pass(handle, model, batch), RowValues(batch)
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._rng)
-            if LOSSES.get(loss.policy).unit == "group" and len(layouts) > 1:
-                total, metrics = self._backward_whole(batch, loss, layouts, logprobs)
+            if LOSSES.get(loss.policy).unit == "group" and len(way.layouts) > 1:
+                total, metrics = self._backward_whole(way, loss, found)
             else:
-                total, metrics = self._backward_by_layout(batch, loss, layouts, logprobs)
+                total, metrics = self._backward_by_layout(way, loss, found)
             self._rng = torch.get_rng_state()
         if not np.isfinite(total):
-            self._optimizer.poison(f"the loss is {total}")
-        packed = sum(layout.n_tokens for layout in layouts)
-        extra = {"microbatches": float(len(layouts)), "packed_tokens": float(packed)}
+            optimizer.poison(f"the loss is {total}")
+        packed = sum(layout.n_tokens for layout in way.layouts)
+        extra = {"microbatches": float(len(way.layouts)), "packed_tokens": float(packed)}
         give_back()
-        return StepOutput(total, logprobs.rows, {**metrics.result(), **extra}, metrics.parts())
+        return StepOutput(total, found.rows("logprobs"), {**metrics.result(), **extra}, metrics.parts())
 
-    def _score(self, batch: Batch, layout: Layout, loss: LossSpec) -> tuple[Tensor, Tensor | None]:
-        chunk, temperature_N = self.training.logprob_chunk_tokens, self._temperature(batch, layout)
-        return self._policy.score(layout, temperature_N, chunk=chunk, entropy=loss.needs_entropy)
-
-    def _backward_by_layout(
-        self, batch: Batch, loss: LossSpec, layouts: Sequence[Layout], logprobs: _RowValues
-    ) -> tuple[float, MetricAccumulator]:
+    def _backward_by_layout(self, way: Pass, loss: LossSpec, found: RowValues) -> tuple[float, MetricAccumulator]:
         """Token and row losses: every micro-batch of whole rows is a plain part of the sum."""
         xp, metrics, total = torch_ops(), MetricAccumulator(), 0.0
-        self._policy.train_mode(True)
-        for layout in layouts:
-            with active_layout(layout, self._device):
-                scores, spread = self._score(batch, layout, loss)
-                inputs = loss_inputs(xp, batch, layout.row_ids_R, loss, scores, spread)
+        way.model.train_mode(True)
+        for layout in way.layouts:
+            with way.open(layout):
+                outputs = way.outputs(layout, entropy=loss.needs_entropy)
+                inputs = loss_inputs(xp, way.batch, layout.row_ids_R, loss, **{"logprobs": None, **outputs})
                 value, parts = objective(xp, inputs, loss)
                 value.backward()
             total += float(value.detach())
-            logprobs.put(layout, scores.detach())
+            found.put(layout, outputs)
             metrics.add(parts)
         return total, metrics
 
-    def _backward_whole(
-        self, batch: Batch, loss: LossSpec, layouts: Sequence[Layout], logprobs: _RowValues
-    ) -> tuple[float, MetricAccumulator]:
+    def _backward_whole(self, way: Pass, loss: LossSpec, found: RowValues) -> tuple[float, MetricAccumulator]:
         """Group losses, whose groups may lie in several micro-batches: score first, then push gradients back.
 
         The objective sees all rows at once; its gradient with respect to each token's log-prob (and entropy) is
         what each micro-batch then propagates, at the price of one more forward pass.
         """
-        xp, metrics, entropies = torch_ops(), MetricAccumulator(), _RowValues(batch)
-        self._policy.train_mode(False)
+        xp, metrics, names = torch_ops(), MetricAccumulator(), []
+        way.model.train_mode(False)
         with torch.no_grad():
-            for layout in layouts:
-                with active_layout(layout, self._device):
-                    scores, spread = self._score(batch, layout, loss)
-                logprobs.put(layout, scores)
-                if spread is not None:
-                    entropies.put(layout, spread)
-        order = [index for layout in layouts for index in layout.row_ids_R]
-
-        def leaf(values: _RowValues) -> Tensor:
-            flat = np.concatenate([values.rows[i] for i in order]).astype(np.float32)
-            return torch.as_tensor(flat, device=self._device).requires_grad_()
-
-        leaves = [leaf(logprobs)] + ([leaf(entropies)] if loss.needs_entropy else [])
-        inputs = loss_inputs(xp, batch, order, loss, leaves[0], leaves[1] if loss.needs_entropy else None)
+            for layout in way.layouts:
+                with way.open(layout):
+                    outputs = way.outputs(layout, entropy=loss.needs_entropy)
+                found.put(layout, outputs)
+                names = list(outputs)
+        order = [index for layout in way.layouts for index in layout.row_ids_R]
+        leaves: dict[str, Tensor] = {}
+        for name in names:
+            flat = np.concatenate([found.rows(name)[i] for i in order]).astype(np.float32)
+            leaves[name] = torch.as_tensor(flat, device=self._device).requires_grad_()
+        inputs = loss_inputs(xp, way.batch, order, loss, **{"logprobs": None, **leaves})
         value, parts = objective(xp, inputs, loss)
         metrics.add(parts)
-        gradients = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
-        self._policy.train_mode(True)
+        gradients = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
+        way.model.train_mode(True)
         start = 0
-        for layout in layouts:
+        for layout in way.layouts:
             end = start + len(layout.at_N)
-            with active_layout(layout, self._device):
-                outputs = [x for x in self._score(batch, layout, loss) if x is not None]
-                torch.autograd.backward(outputs, [g[start:end] for g in gradients])
+            with way.open(layout):
+                again = way.outputs(layout, entropy=loss.needs_entropy)
+                torch.autograd.backward([again[name] for name in names], [g[start:end] for g in gradients])
             start = end
         return float(value.detach()), metrics
 
     def _optim_step(self, handle: str) -> OptimResult:
-        self._trained(handle)
-        result = self._optimizer.step()
+        optimizer = self._moved_by(handle)
+        if handle == CRITIC and self._critic_optimizer is None:
+            raise ContractError("a critic on the policy's backbone moves with it; call optim_step('policy')")
+        result = optimizer.step()
         if not result.applied:
             _log.warning("optimiser step refused: %s", result.reason)
         return result
@@ -331,42 +381,47 @@ class TorchBackend:
             parameter.data.copy_(source[name].data)
 
     def _save(self, handle: str, directory: Path) -> None:
-        if handle == POLICY:
-            values = {
-                "handle": handle,
-                "step": self._optimizer.step_count,
-                "optimizer": self._optimizer.settings.model_dump(mode="json"),
-                "total_steps": self._optimizer.total_steps,
-                "model": self.model_settings.model_dump(mode="json"),
-                "lora": self.training.lora.model_dump(mode="json"),
-                "threads": torch.get_num_threads(),
-            }
-            parts = [*self._optimizer.state(), ("rng", {"torch": self._rng})]
-            checkpoint.write(directory, parts, values)
-        else:
+        if handle not in self.saved_handles:
+            self._model(handle)  # has a better reason to refuse, for some
+            raise ContractError(f"handle {handle!r} has no weights of its own to save (see saved_handles)")
+        if handle == REFERENCE:
             tensors = {name: p.data for name, p in self._model(handle).hf.named_parameters()}
             checkpoint.write(directory, [("weights", tensors)], {"handle": handle})
+            return
+        optimizer = self._moved_by(handle)
+        values = {
+            "handle": handle,
+            "step": optimizer.step_count,
+            "optimizer": optimizer.settings.model_dump(mode="json"),
+            "total_steps": optimizer.total_steps,
+            "model": self._model(handle).settings.model_dump(mode="json"),
+            "lora": self.training.lora.model_dump(mode="json"),
+            "threads": torch.get_num_threads(),
+        }
+        rng = [("rng", {"torch": self._rng})] if handle == POLICY else []
+        checkpoint.write(directory, [*optimizer.state(), *rng], values)
 
     def _load(self, handle: str, directory: Path, weights_only: bool) -> None:
         values = checkpoint.read_values(directory)
         if values.get("handle") != handle:
             raise CheckpointError(f"{directory} holds handle {values.get('handle')!r}, not {handle!r}")
-        if handle != POLICY:
+        if handle == REFERENCE:
             self._load_reference(directory, values)
             return
+        optimizer = self._moved_by(handle)
         parts = {"master": checkpoint.read_part(directory, values, "master")}
         if weights_only:
-            self._optimizer.restore(parts, None)
+            optimizer.restore(parts, None)
             return
         step = values.get("step")
         if not isinstance(step, int):
             raise CheckpointError(f"{directory / checkpoint.MANIFEST} names no step")
         if step > 0:
             parts |= {name: checkpoint.read_part(directory, values, name) for name in ("exp_avg", "exp_avg_sq")}
-        rng = checkpoint.read_part(directory, values, "rng")
+        rng = checkpoint.read_part(directory, values, "rng") if handle == POLICY else {"torch": self._rng}
         if "torch" not in rng:
             raise CheckpointError(f"{directory}: part 'rng' lacks the torch state")
-        self._optimizer.restore(parts, step)
+        optimizer.restore(parts, step)
         self._rng = rng["torch"]
 
     def _load_reference(self, directory: Path, values: dict[str, Any]) -> None:
@@ -376,16 +431,3 @@ class TorchBackend:
             raise CheckpointError(f"{directory}: the reference's weights belong to another model")
         for name, parameter in own.items():
             parameter.data.copy_(tensors[name])
-
-
-class _RowValues:
-    """Per-row float64 arrays in batch order, filled from layouts; rows that train nothing stay empty."""
-
-    def __init__(self, batch: Batch) -> None:
-        self.rows: list[FloatArray] = [np.zeros(0) for _ in batch.rows]
-
-    def put(self, layout: Layout, values_N: Tensor) -> None:
-        flat = values_N.double().cpu().numpy()
-        edges = np.searchsorted(layout.row_N, np.arange(len(layout.row_ids_R) + 1))
-        for place, index in enumerate(layout.row_ids_R):
-            self.rows[index] = flat[edges[place] : edges[place + 1]]

@@ -6,10 +6,22 @@ denominators are derived from them.  This room imports nothing but the standard 
 
 from slipstream.trajectory.ids import SampleKey, WeightVersion
 from slipstream.trajectory.outcome import Cancelled, Completed, Failed, Missing, Outcome, Truncated
-from slipstream.trajectory.spans import Origin, SamplingSpec, SideChannel, Span, VersionRun
+from slipstream.trajectory.spans import (
+    KEPT_SETS,
+    ROUTED_EXPERTS,
+    TEACHER_LOGPROBS,
+    Origin,
+    SamplingSpec,
+    SideChannel,
+    Span,
+    VersionRun,
+)
 from slipstream.trajectory.trajectory import Group, Message, Reward, Row, Trajectory, Turn
 
 __all__ = [
+    "KEPT_SETS",
+    "ROUTED_EXPERTS",
+    "TEACHER_LOGPROBS",
     "Cancelled",
     "Completed",
     "Failed",

@@ -64,16 +64,30 @@ class SamplingSpec:
         return self.temperature == 0
 
     @property
+    def penalised(self) -> bool:
+        """True when logits depend on the tokens seen before, which no trainer replays."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def cut(self) -> bool:
+        """True when the sampler's support is smaller than the vocabulary; the kept sets say which ids it holds."""
+        return not self.greedy and (self.top_p < 1 or self.top_k != -1 or self.min_p > 0)
+
+    @property
     def truncated(self) -> bool:
-        """True when the sampler's support is smaller than the vocabulary (or penalised)."""
-        return (
-            self.top_p < 1
-            or self.top_k != -1
-            or self.min_p > 0
-            or self.repetition_penalty != 1
-            or self.presence_penalty != 0
-            or self.frequency_penalty != 0
-        )
+        """True when tokens come from another distribution than the model's at this temperature: cut or penalised."""
+        return self.penalised or self.top_p < 1 or self.top_k != -1 or self.min_p > 0
+
+
+KEPT_SETS = "kept_sets"
+"""Side channel of SAMPLED tokens: per token the ids that a truncating sampler kept, int32, ascending."""
+
+ROUTED_EXPERTS = "routed_experts"
+"""Side channel of a row's tokens, ``(tokens, layers, top-k)`` int16: the experts of the input that *predicts* each
+token (the token before it), as the engine chose them; -1 where the engine did not say."""
+
+TEACHER_LOGPROBS = "teacher_logprobs"
+"""Side channel of SAMPLED tokens: the log-prob that a teacher gives each of them, in nats."""
 
 
 @dataclass(frozen=True, slots=True)
