@@ -60,16 +60,26 @@ def group(gid: str, rewards: Sequence[float | Missing], **kwargs) -> Group:
 
 
 def batch_row(
-    name: str, trained: Sequence[int], *, weight=1.0, advantage=1.0, behaviour=-1.0, trajectory_id=None, group_id="g"
+    name: str,
+    trained: Sequence[int],
+    *,
+    weight=1.0,
+    advantage=1.0,
+    behaviour=-1.0,
+    trajectory_id=None,
+    group_id="g",
+    versions=None,
 ) -> BatchRow:
     """A row whose per-token arrays are scalars, or arrays over all targets."""
     mask = np.asarray(trained, dtype=bool)
     full = lambda v: np.broadcast_to(np.asarray(v, dtype=np.float64), mask.shape).copy()  # noqa: E731
     ids = np.arange(len(mask), dtype=np.int64)
     weights = np.where(mask, full(weight), 0.0)
+    own = trajectory_id or name
     return BatchRow(
-        name, trajectory_id or name, group_id, ids, ids + 1, mask, weights, full(advantage), full(behaviour), SPEC
-    )
+        name, own, group_id, ids, ids + 1, mask, weights, full(advantage), full(behaviour), SPEC,
+        versions_T=None if versions is None else np.asarray(versions, dtype=np.int64),
+    )  # fmt: skip
 
 
 TOP = 3

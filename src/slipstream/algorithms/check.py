@@ -11,15 +11,15 @@ Owns: ``check_algorithm`` and ``loss_spec`` (settings to a ``LossSpec``).  Refus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from slipstream.algorithms.advantages import ADVANTAGES
-from slipstream.algorithms.batch import FloatArray
+from slipstream.algorithms.check_anchor import check_anchor
 from slipstream.algorithms.kl import KL_ESTIMATORS
 from slipstream.algorithms.losses import LOSSES, Loss
-from slipstream.algorithms.objective import LossSpec
+from slipstream.algorithms.objective import LossSpec, PerRow
 from slipstream.algorithms.pending import check_pending
 from slipstream.algorithms.reduce import REDUCTIONS
 from slipstream.algorithms.registry import Registry
@@ -30,28 +30,41 @@ from slipstream.errors import SettingsError
 _SHARED = ("clip_low", "clip_high")
 """Loss settings that have a field of their own in ``AlgorithmSettings``."""
 
+_OTHER_KINDS = {
+    "likelihood": ("given text and ignores rewards", "use ppo_clip here; the sft section trains by likelihood"),
+    "value": ("returns and trains the critic", "use ppo_clip here; advantage=gae trains a critic by it"),
+}
 
-def loss_spec(
-    settings: AlgorithmSettings,
-    *,
-    old_logprobs: Sequence[FloatArray] | None = None,
-    ref_logprobs: Sequence[FloatArray] | None = None,
-) -> LossSpec:
-    """The spec that these settings mean; KL is part of it only when ``kl_in`` is ``loss``.
+
+def loss_options(settings: AlgorithmSettings) -> dict[str, Any]:
+    """The chosen loss's settings: its defaults, under the shared fields that were given, under ``loss_settings``.
 
     Raises ``SettingsError`` when the loss is unknown or a setting is none of its own.
     """
     loss = LOSSES.get(settings.loss)
-    options = {key: getattr(settings, key) for key in _SHARED if key in loss.defaults}
-    options.update(settings.loss_settings)
+    shared = {key: getattr(settings, key) for key in _SHARED if key in loss.defaults}
+    given = {key: value for key, value in shared.items() if value is not None}
+    return loss.settings({**given, **settings.loss_settings})
+
+
+def loss_spec(
+    settings: AlgorithmSettings, *, kl_coef: float | None = None, old_logprobs: PerRow = None, **arrays: PerRow
+) -> LossSpec:
+    """The spec that these settings mean; KL is part of it only when ``kl_in`` is ``loss``.
+
+    ``kl_coef`` replaces the settings' coefficient (a controller's); ``arrays`` are further per-row fields of
+    ``LossSpec``.  Raises ``SettingsError`` when the loss is unknown or a setting is none of its own.
+    """
+    coefficient = settings.kl_coef if kl_coef is None else kl_coef
     return LossSpec(
         settings.loss,
-        loss.settings(options),
-        kl_coef=settings.kl_coef if settings.kl_in == "loss" else 0.0,
+        loss_options(settings),
+        kl_coef=coefficient if settings.kl_in == "loss" else 0.0,
         kl_estimator=settings.kl_estimator,
         entropy_coef=settings.entropy_coef,
         old_logprobs=old_logprobs,
-        ref_logprobs=ref_logprobs,
+        interpolate=settings.old_logprobs == "approximate",
+        **arrays,
     )
 
 
@@ -67,6 +80,7 @@ def check_algorithm(
     pending = check_pending(settings)
     if not problems:
         problems += _check_loss(settings)
+        problems += check_anchor(settings)
         problems += _check_estimator(settings, samples_per_prompt)
     problems += _check_kl(settings)
     problems += _check_sampling(sampling)
@@ -115,17 +129,21 @@ def _check_loss(settings: AlgorithmSettings) -> Iterator[Problem]:
                 "the same setting is given in two places",
                 f"set algorithm.{key} only",
             )
-        elif key in settings.model_fields_set and key not in loss.defaults:
+        elif getattr(settings, key) is not None and key not in loss.defaults:
             yield Problem(
                 (f"algorithm.{key}", "algorithm.loss"),
                 f"loss {settings.loss!r} does not clip, so {key} would do nothing",
                 f"remove algorithm.{key}, or choose a clipping loss such as ppo_clip",
             )
-    if loss.kind == "likelihood":
+    if loss.kind != "policy":
+        learns, mend = _OTHER_KINDS[loss.kind]
+        yield Problem(("algorithm.loss",), f"{settings.loss!r} learns {learns}; it is no policy loss", mend)
+    if settings.loss in ("gspo", "sapo") and settings.reduction == "token_mean":
         yield Problem(
-            ("algorithm.loss",),
-            f"{settings.loss!r} learns given text and ignores rewards; it is no policy loss",
-            "use ppo_clip here; the sft section trains by likelihood",
+            ("algorithm.reduction", "algorithm.loss"),
+            f"{settings.loss} was derived for sequences that weigh the same; token_mean lets long ones dominate",
+            "use reduction=sequence_mean",
+            "warning",
         )
 
 
@@ -146,6 +164,20 @@ def _check_estimator(settings: AlgorithmSettings, samples_per_prompt: int) -> It
 
 
 def _check_kl(settings: AlgorithmSettings) -> Iterator[Problem]:
+    controller = settings.kl_controller
+    if controller.kind == "adaptive" and settings.kl_coef == 0:
+        yield Problem(
+            ("algorithm.kl_controller.kind", "algorithm.kl_coef"),
+            "an adaptive controller multiplies the coefficient, and 0 stays 0",
+            "set algorithm.kl_coef > 0",
+        )
+    unread = [key for key, value in controller if value != getattr(type(controller)(), key)]
+    if controller.kind == "fixed" and unread:
+        yield Problem(
+            tuple(f"algorithm.kl_controller.{key}" for key in unread),
+            "only an adaptive controller reads this",
+            "set algorithm.kl_controller.kind=adaptive, or remove it",
+        )
     if settings.kl_coef == 0:
         if settings.kl_in == "reward":
             yield Problem(

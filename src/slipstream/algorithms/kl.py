@@ -1,7 +1,7 @@
 """KL estimators and entropy: values and gradients that stay finite.
 
-Owns: the estimators ``k1``, ``k2``, ``k3``, ``abs``; the KL penalty on rewards; entropy from logits.
-Refuses: deciding how terms are weighed (the reducer's weights do that, as for the policy loss).
+Owns: the estimators ``k1``, ``k2``, ``k3``, ``abs``; the KL penalty on rewards; the coefficient's controller; entropy
+from logits.  Refuses: deciding how terms are weighed (the reducer's weights do that, as for the policy loss).
 
 With ``d = log pi - log ref`` for a token drawn from pi (Schulman, "Approximating KL divergence", 2020):
 ``k1 = d`` (unbiased value), ``k2 = d^2 / 2``, ``k3 = exp(-d) - 1 + d``, ``abs = |d|``.  ``k3`` clamps ``d`` to
@@ -13,14 +13,17 @@ With ``d = log pi - log ref`` for a token drawn from pi (Schulman, "Approximatin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
 from slipstream.algorithms.batch import FloatArray
 from slipstream.algorithms.ops import Array, Ops, numpy_ops
 from slipstream.algorithms.registry import Registry
-from slipstream.errors import ContractError
+from slipstream.config.algorithm import AlgorithmSettings
+from slipstream.errors import CheckpointError, ContractError
 
 MAX_LOG_GAP = 20.0
 """Log-ratios are clamped to +- this before any exponential; exp(20) is 4.9e8."""
@@ -60,6 +63,77 @@ def apply_kl_to_rewards(
     if not (np.all(np.isfinite(logprobs)) and np.all(np.isfinite(ref_logprobs))):
         raise ContractError("KL in reward: a log-prob is not finite")
     return np.asarray(rewards - coef * kl_values(numpy_ops(), logprobs, ref_logprobs, estimator), dtype=np.float64)
+
+
+class KlController(Protocol):
+    """How the KL coefficient moves; ``update`` once per step, after the step's KL was measured."""
+
+    @property
+    def coef(self) -> float: ...
+
+    def update(self, kl: float, trajectories: int) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class FixedKl:
+    """The coefficient stays what it was set to, also after a resume with another setting."""
+
+    def __init__(self, coef: float) -> None:
+        self.coef = coef
+
+    def update(self, kl: float, trajectories: int) -> None:
+        """Nothing moves."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to save: the settings hold it."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to read."""
+
+
+class AdaptiveKl:
+    """``beta <- beta (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon)``, n trajectories per step (1909.08593).
+
+    >>> controller = AdaptiveKl(0.1, target=0.5, horizon=100)
+    >>> controller.update(1.0, trajectories=10)
+    >>> round(controller.coef, 6)
+    0.102
+    """
+
+    def __init__(self, coef: float, target: float, horizon: int) -> None:
+        self.coef = coef
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, kl: float, trajectories: int) -> None:
+        """Move towards the target; a measurement that is not finite is refused."""
+        if not math.isfinite(kl):
+            raise ContractError(f"the KL controller was given {kl}, which is no measurement")
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        self.coef *= max(0.0, 1.0 + error * trajectories / self.horizon)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON for a checkpoint."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with a saved coefficient; raises ``CheckpointError`` when it is none."""
+        coef = state.get("coef")
+        if not isinstance(coef, int | float) or not math.isfinite(coef) or coef < 0:
+            raise CheckpointError(f"the checkpoint's KL controller is unreadable: {dict(state)!r}")
+        self.coef = float(coef)
+
+
+def kl_controller(settings: AlgorithmSettings) -> KlController:
+    """The controller that ``algorithm.kl_controller`` describes, at ``algorithm.kl_coef``."""
+    controller = settings.kl_controller
+    if controller.kind == "adaptive":
+        return AdaptiveKl(settings.kl_coef, controller.target, controller.horizon)
+    return FixedKl(settings.kl_coef)
 
 
 def entropy_from_logits(xp: Ops, logits: Array) -> Array:

@@ -13,22 +13,6 @@ from slipstream.config.algorithm import AlgorithmSettings
 from slipstream.config.problems import Problem
 
 _PENDING: dict[str, tuple[str, ...]] = {
-    "off_policy": (
-        "tis",
-        "tis_token_cap",
-        "tis_sequence_cap",
-        "sequence_mask",
-        "geometric_low",
-        "geometric_high",
-        "product_low",
-        "product_high",
-        "token_mask_low",
-        "token_mask_high",
-        "outlier_low",
-        "outlier_high",
-        "denominator",
-    ),
-    "kl_controller": ("kind", "target", "horizon"),
     "critic": (
         "path",
         "backbone",
@@ -66,6 +50,4 @@ def check_pending(settings: AlgorithmSettings) -> list[Problem]:
             if getattr(given, name) != getattr(default, name):
                 key = ".".join(part for part in ("algorithm", section, name) if part)
                 found.append(Problem((key,), "is not honoured yet", "leave it at its default"))
-    if settings.old_logprobs == "approximate":
-        found.append(Problem(("algorithm.old_logprobs",), "approximate is not honoured yet", "use recompute"))
     return found

@@ -146,8 +146,12 @@ class AlgorithmSettings(Settings):
     )
 
     loss: str = Field("ppo_clip", description="Policy loss: a registered name or an import path.")
-    clip_low: float = Field(0.2, gt=0, description="The ratio is clipped from below at 1 - clip_low.")
-    clip_high: float = Field(0.2, gt=0, description="The ratio is clipped from above at 1 + clip_high.")
+    clip_low: Bound | None = Field(
+        None, description="The ratio is clipped from below at 1 - clip_low; null is the loss's own (ppo_clip: 0.2)."
+    )
+    clip_high: Bound | None = Field(
+        None, description="The ratio is clipped from above at 1 + clip_high; null is the loss's own (ppo_clip: 0.2)."
+    )
     loss_settings: dict[str, Any] = Field(default_factory=dict, description="Extra settings of the chosen loss.")
     old_logprobs: Literal["sampler", "recompute", "approximate"] = Field(
         "sampler",

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from slipstream.config.algorithm import OffPolicySettings
 from slipstream.config.facts import ModelFacts
 from slipstream.config.problems import Problem
 from slipstream.config.resolve import optimizer_steps, prompts_drawn
@@ -244,13 +245,15 @@ def _algorithm(settings: RunSettings, known: Known) -> Iterator[Problem]:
             "a KL term in the reward with weight 0 does nothing",
             "set algorithm.kl_coef above 0, or leave kl_in out",
         )
-    if algorithm.clip_low >= 1:
+    if algorithm.clip_low is not None and algorithm.clip_low >= 1 and algorithm.loss == "ppo_clip":
         yield _warn(
             ("algorithm.clip_low",),
             f"a ratio is never below 1 - {algorithm.clip_low:g}, so it is never clipped from below",
             "choose a value below 1",
         )
-    if algorithm.epochs_per_step * algorithm.minibatches_per_step == 1 and algorithm.old_logprobs == "recompute":
+    one_step = algorithm.epochs_per_step * algorithm.minibatches_per_step == 1
+    compared = algorithm.loss == "decoupled_ppo" or algorithm.off_policy != OffPolicySettings()
+    if one_step and algorithm.old_logprobs == "recompute" and not compared:
         yield _warn(
             ("algorithm.old_logprobs",),
             "with one optimiser step per batch a recomputed anchor makes every ratio 1, and nothing is clipped",

@@ -143,7 +143,7 @@ class Loop:
         self._sampled = await self.hooks.sampled_tokens() - counted
         collected = time.perf_counter()
         filtered = apply_filters(selection.groups, self.settings.algorithm, self.settings.rollout)
-        result = await self.update(filtered, index)
+        result = await self.update(filtered, index, self.version)
         updated = time.perf_counter()
         before = self.version
         published = await self.hooks.publish() if result.applied else Published(before)

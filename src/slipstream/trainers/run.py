@@ -52,6 +52,7 @@ class Progress:
     rl_steps: int = 0
     sampler: dict[str, Any] | None = None
     schedule: dict[str, Any] | None = None
+    update: dict[str, Any] | None = None
     evals: dict[str, dict[str, Any]] = field(default_factory=dict)
     seconds: float = 0.0
     peak_memory_gb: float = 0.0
@@ -217,6 +218,8 @@ class Run:
         if progress.sampler is not None:
             sampler.load_state_dict(progress.sampler)
         update = PolicyUpdate(parts.backend, settings.algorithm, parts.deadline)
+        if progress.update is not None:
+            update.load_state_dict(progress.update)
         hooks = Hooks(self._publish, self._save_rl, self._evaluate_rl, self._show, self._sampled_tokens)
         self.loop = Loop(
             settings, schedule, sampler, parts.generator, update, self.ledger, hooks,
@@ -253,6 +256,7 @@ class Run:
         self.progress.rl_steps = step
         self.progress.schedule = self.loop.schedule.state_dict()
         self.progress.sampler = self.loop.sampler.state_dict()
+        self.progress.update = self.loop.update.state_dict()
         self._save()
 
     async def _evaluate_rl(self, step: int) -> None:

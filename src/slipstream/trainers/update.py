@@ -3,9 +3,10 @@
 Owns: the order of operations from a step's groups to refused or applied optimiser steps.
 Refuses: rollouts, publishing, records, arithmetic (the room ``algorithms`` owns it).
 
-A step's batch is compiled once; anchors and reference log-probs are taken before its first optimiser step.  It is
-cut into ``minibatches_per_step`` parts of whole groups, each weighed by its own denominator, and gone through
-``epochs_per_step`` times.
+A step's batch is compiled once; anchors, reference log-probs and off-policy corrections are taken before its first
+optimiser step.  It is cut into ``minibatches_per_step`` parts of whole groups, each weighed by its own denominator, and
+gone through ``epochs_per_step`` times; a part in which an off-policy mask left no weight takes no optimiser step.  The
+KL coefficient moves after the step, by its controller, whose state is part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -13,20 +14,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
 from slipstream.algorithms.advantages import compute_advantages, rewards_with_kl, scalar_advantage
+from slipstream.algorithms.anchors import token_lags
 from slipstream.algorithms.batch import Batch, FloatArray
 from slipstream.algorithms.check import loss_spec
 from slipstream.algorithms.compile import Advantage, compile_batch, row_name, split_minibatches
+from slipstream.algorithms.corrections import correct, corrects
 from slipstream.algorithms.filters import FilterResult
+from slipstream.algorithms.kl import kl_controller, kl_values
 from slipstream.algorithms.objective import LossSpec, Metric, merge_steps
+from slipstream.algorithms.ops import numpy_ops
 from slipstream.config.settings import AlgorithmSettings
-from slipstream.errors import DeadlineError
+from slipstream.errors import ContractError, DeadlineError
 from slipstream.training.protocol import TrainingBackend
+from slipstream.trajectory import WeightVersion
 
 T = TypeVar("T")
 
@@ -61,21 +67,37 @@ class PolicyUpdate:
         self.backend = backend
         self.settings = settings
         self.deadline = deadline
+        self.kl = kl_controller(settings)
+        self._reward_kl: float | None = None
 
-    async def __call__(self, filtered: FilterResult, step: int) -> UpdateResult:
-        """Run the whole update; a step without trainable tokens applies nothing."""
+    def state_dict(self) -> dict[str, Any]:
+        """JSON for a checkpoint."""
+        return {"kl": self.kl.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where ``state_dict`` was taken."""
+        self.kl.load_state_dict(state.get("kl", {}))
+
+    async def __call__(self, filtered: FilterResult, step: int, version: str | None = None) -> UpdateResult:
+        """Run the whole update; a step without trainable tokens applies nothing.
+
+        ``version`` names the weights the backend holds; an approximate anchor measures each token's lag from it.
+        """
         settings = self.settings
         advantages = await self._advantages(filtered, step)
         batch = compile_batch(filtered.groups, advantages, settings.reduction, step=step, excluded=filtered.excluded)
         shown = {tid: scalar_advantage(value) for tid, value in advantages.items()}
         if batch.n_trained == 0:
             return UpdateResult({"policy/optimizer_steps": 0.0, "policy/refused_steps": 0.0}, 0, 0, shown)
-        spec = await self._spec(batch)
-        collected: list[dict[str, Metric]] = []
+        batch, spec, notes = await self._prepare(batch, version)
+        collected: list[dict[str, Metric]] = [notes]
         logprobs: dict[str, dict[str, list[float]]] = {}
-        applied = refused = trained = 0
+        applied = refused = trained = empty = 0
         for epoch in range(settings.epochs_per_step):
             for part in split_minibatches(batch, settings.minibatches_per_step, settings.reduction):
+                if not any(row.weights_T.any() for row in part.batch.rows):
+                    empty += 1
+                    continue
                 call = self.backend.forward_backward("policy", part.batch, spec.take(part.rows))
                 out = await within(call, self.deadline, "the update")
                 opt = await within(self.backend.optim_step("policy"), self.deadline, "the optimiser step")
@@ -88,7 +110,10 @@ class PolicyUpdate:
                     for row, values in zip(part.batch.rows, out.logprobs, strict=True):
                         logprobs.setdefault(row.trajectory_id, {})[row.row_id] = np.asarray(values).tolist()
         counts = {"optimizer_steps": applied, "refused_steps": refused, "trained_tokens": trained}
+        if empty:
+            counts["off_policy/empty_minibatches"] = empty
         merged = {**merge_steps(collected), **counts}
+        merged |= self._steer(merged, trajectories=len({row.trajectory_id for row in batch.rows}))
         metrics = {f"policy/{name}": float(value) for name, value in merged.items()}
         return UpdateResult(metrics, applied, refused, shown, _by_row(filtered, logprobs))
 
@@ -99,16 +124,46 @@ class PolicyUpdate:
         everyone = compile_batch(filtered.groups, None, settings.reduction, step=step)
         own = await self._score("policy", everyone)
         ref = await self._score("reference", everyone)
-        rewards = rewards_with_kl(filtered.groups, everyone, own, ref, settings.kl_coef, settings.kl_estimator)
+        rewards = rewards_with_kl(filtered.groups, everyone, own, ref, self.kl.coef, settings.kl_estimator)
+        gaps = kl_values(numpy_ops(), np.concatenate(own), np.concatenate(ref), settings.kl_estimator)
+        self._reward_kl = float(gaps.mean()) if len(gaps) else None
         return compute_advantages(filtered.groups, settings, rewards=rewards)
 
-    async def _spec(self, batch: Batch) -> LossSpec:
+    async def _prepare(self, batch: Batch, version: str | None) -> tuple[Batch, LossSpec, dict[str, Metric]]:
+        """Everything that is taken before the first optimiser step: anchor, corrections, reference."""
         settings = self.settings
         old = await self._score("policy", batch) if settings.old_logprobs == "recompute" else None
-        spec = loss_spec(settings, old_logprobs=old)
-        if not spec.needs_reference:
-            return spec
-        return loss_spec(settings, old_logprobs=old, ref_logprobs=await self._score("reference", batch))
+        notes: dict[str, Metric] = {}
+        spec = loss_spec(settings, kl_coef=self.kl.coef, old_logprobs=old)
+        if spec.interpolate:
+            if version is None:
+                raise ContractError("old_logprobs=approximate needs the version of the trainer's weights")
+            lags = token_lags(batch, WeightVersion.parse(version).counter)
+            spec = replace(spec, lags=lags)
+            flat = np.concatenate(lags)
+            notes["lag_mean"] = Metric("mean", float(flat.sum()), float(len(flat)))
+        if old is not None and all(np.isfinite(row.behaviour_logprobs_T[row.trained_T]).all() for row in batch.rows):
+            corrected = correct(batch, old, settings.off_policy, settings.reduction)
+            batch, notes = corrected.batch, notes | corrected.metrics
+            spec = replace(spec, coefficients=corrected.coefficients)
+        elif corrects(settings.off_policy):
+            raise ContractError("off-policy corrections need the sampler's log-prob of every trained token")
+        if spec.needs_reference:
+            spec = replace(spec, ref_logprobs=await self._score("reference", batch))
+        return batch, spec, notes
+
+    def _steer(self, metrics: Mapping[str, float], trajectories: int) -> dict[str, float]:
+        """Report the coefficient that this step used, and move it by the KL that was measured."""
+        if self.settings.kl_coef == 0:
+            return {}
+        used: dict[str, float] = {"kl_coef": self.kl.coef}
+        measured = metrics.get("policy_kl")
+        if self.settings.kl_in == "reward":
+            measured = self._reward_kl
+            used |= {} if measured is None else {"reward_kl": measured}
+        if measured is not None:
+            self.kl.update(measured, trajectories)
+        return used
 
     async def _score(self, handle: str, batch: Batch) -> Sequence[FloatArray]:
         result = await within(self.backend.forward(handle, batch), self.deadline, f"scoring under {handle}")
