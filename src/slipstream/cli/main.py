@@ -23,7 +23,7 @@ from slipstream.cli.faults import FOUND, INTERRUPTED, REFUSED, FaultGroup
 if TYPE_CHECKING:
     from slipstream.config import RunSettings
     from slipstream.ledger import QueryResult
-    from slipstream.trainers.run import RunResult
+    from slipstream.trainers.progress import RunResult
 
 app = typer.Typer(
     cls=FaultGroup,

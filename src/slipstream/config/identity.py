@@ -30,6 +30,7 @@ WHERE = ("run_dir", "logging.")
 FREE = (
     *WHERE,
     "checkpoint.",
+    "rules",
     "eval.",
     "data.eval",
     "data.eval_limit",

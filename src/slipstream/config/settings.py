@@ -46,6 +46,7 @@ __all__ = [
     "ModelSettings",
     "OptimizerSettings",
     "RolloutSettings",
+    "RuleSettings",
     "RunSettings",
     "SamplingSettings",
     "ScheduleSettings",
@@ -165,6 +166,9 @@ class RolloutSettings(Settings):
     env_workers: int = Field(32, ge=1, description="Environments that may run at once.")
     env_step_seconds: float = Field(30.0, gt=0, description="Deadline of one environment call in seconds.")
     concurrency: int = Field(256, ge=1, description="Trajectories in flight at once.")
+    generator: str | None = Field(
+        None, description="Import path MODULE:NAME of a generator of your own, or of a function that builds it."
+    )
     failures: FailureBudget = Field(FailureBudget(), description="Failures that are tolerated.")
 
 
@@ -270,6 +274,34 @@ class CheckpointSettings(Settings):
     resume: Literal["auto", "never", "must"] = Field(
         "auto", description="auto: go on where run_dir stands; never: start anew; must: fail without a checkpoint."
     )
+    rollouts: Literal["auto", "continue", "restart"] = Field(
+        "auto",
+        description="Unfinished rollouts after a resume: continue keeps completed turns; restart samples them anew; "
+        "auto restarts in a synchronous exact run only, where that gives the bits of an uninterrupted one.",
+    )
+
+
+class RuleSettings(Settings):
+    """One rule that ends a run: the mean of a metric over the last steps has left its bounds."""
+
+    metric: str = Field(min_length=1, description="A metric of the ledger, such as reward/avg_raw_reward.")
+    above: float | None = Field(None, description="Ends the run when the mean is above this.")
+    below: float | None = Field(None, description="Ends the run when the mean is below this.")
+    window: int = Field(1, ge=1, description="Values (steps, or evaluations) that the mean is taken of.")
+    action: Literal["stop", "rollback"] = Field(
+        "stop", description="stop: save and end; rollback: end, and go on from an earlier checkpoint next time."
+    )
+    to: str | None = Field(
+        None, description="Of rollback: the checkpoint's name; null takes the newest from before the window."
+    )
+
+    @model_validator(mode="after")
+    def _bounded(self) -> RuleSettings:
+        if self.above is None and self.below is None:
+            raise ValueError(f"the rule on {self.metric} has no bound; set above or below")
+        if self.to is not None and self.action != "rollback":
+            raise ValueError(f"the rule on {self.metric} names a checkpoint; that is read with action=rollback only")
+        return self
 
 
 class LoggingSettings(Settings):
@@ -300,6 +332,7 @@ class RunSettings(Settings):
     sft: SftSettings = SftSettings()
     eval: EvalSettings = EvalSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    rules: tuple[RuleSettings, ...] = Field((), description="When a run ends by itself; see docs/resume.md.")
     logging: LoggingSettings = LoggingSettings()
 
     @model_validator(mode="after")

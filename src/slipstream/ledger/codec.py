@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from slipstream.errors import ContractError, LedgerError
+from slipstream.ledger.blobs import LARGE_BYTES, BlobStore
 from slipstream.ledger.records import TrajectoryRecord, plain
 from slipstream.trajectory import (
     Cancelled,
@@ -136,42 +137,51 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def _tag(value: Any) -> Any:
-    """JSON types with tags for what JSON lacks (tuples, arrays, ``Missing``)."""
+def tag(value: Any, blobs: BlobStore | None = None) -> Any:
+    """JSON types with tags for what JSON lacks (tuples, arrays, ``Missing``); large arrays go to ``blobs`` by hash."""
     if isinstance(value, Missing):
         return {"__missing__": value.reason}
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:
             raise ContractError("side channel: arrays of objects cannot be stored; use numbers")
+        if blobs is not None and value.nbytes >= LARGE_BYTES:
+            return {"__blob__": blobs.put(value)}
         body = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
         return {"__array__": [str(value.dtype), list(value.shape), body]}
     if isinstance(value, tuple):
-        return {"__tuple__": [_tag(v) for v in value]}
+        return {"__tuple__": [tag(v, blobs) for v in value]}
     if isinstance(value, list):
-        return [_tag(v) for v in value]
+        return [tag(v, blobs) for v in value]
     if isinstance(value, Mapping):
-        return {str(k): _tag(v) for k, v in value.items()}
+        return {str(k): tag(v, blobs) for k, v in value.items()}
     return plain(value)
 
 
-def _untag(value: Any) -> Any:
+def untag(value: Any, blobs: BlobStore | None = None) -> Any:
+    """The inverse of ``tag``; without ``blobs`` a large array is ``Missing`` under its hash."""
     if isinstance(value, list):
-        return [_untag(v) for v in value]
+        return [untag(v, blobs) for v in value]
     if not isinstance(value, dict):
         return value
     if "__missing__" in value:
         return Missing(value["__missing__"])
     if "__tuple__" in value:
-        return tuple(_untag(v) for v in value["__tuple__"])
+        return tuple(untag(v, blobs) for v in value["__tuple__"])
+    if "__blob__" in value:
+        name = str(value["__blob__"])
+        return Missing(f"stored apart as {name}") if blobs is None else blobs.get(name)
     if "__array__" in value:
         dtype, shape, body = value["__array__"]
         return np.frombuffer(base64.b64decode(body), dtype=dtype).reshape(shape).copy()
-    return {k: _untag(v) for k, v in value.items()}
+    return {k: untag(v, blobs) for k, v in value.items()}
 
 
-def _encode_span(span: Span, start: int, trainer: Sequence[float] | None) -> dict[str, Any]:
+def encode_span(
+    span: Span, start: int = 0, trainer: Sequence[float] | None = None, blobs: BlobStore | None = None
+) -> dict[str, Any]:
+    """One span as JSON types; ``start`` is its place in its row, ``trainer`` the trainer's log-probs."""
     logprobs, versions = span.logprobs, span.versions
-    side = {name: {"align": c.align, "values": _tag(c.values)} for name, c in span.side.items()}
+    side = {name: {"align": c.align, "values": tag(c.values, blobs)} for name, c in span.side.items()}
     return {
         "origin": span.origin.value,
         "start": start,
@@ -187,7 +197,9 @@ def _encode_span(span: Span, start: int, trainer: Sequence[float] | None) -> dic
     }
 
 
-def _encode_rows(trajectory: Trajectory, trainer: Sequence[Sequence[float] | None] | None) -> list[dict[str, Any]]:
+def _encode_rows(
+    trajectory: Trajectory, trainer: Sequence[Sequence[float] | None] | None, blobs: BlobStore | None
+) -> list[dict[str, Any]]:
     if trainer is not None and len(trainer) != len(trajectory.rows):
         raise ContractError(
             f"{trajectory.trajectory_id}: trainer log-probs for {len(trainer)} rows, want {len(trajectory.rows)}"
@@ -205,7 +217,7 @@ def _encode_rows(trajectory: Trajectory, trainer: Sequence[Sequence[float] | Non
             part = None
             if scores is not None and span.origin is Origin.SAMPLED:
                 part, used = scores[used : used + len(span)], used + len(span)
-            spans.append(_encode_span(span, start, part))
+            spans.append(encode_span(span, start, part, blobs))
             start += len(span)
         out.append({"parent": row.parent, "fork_point": row.fork_point, "spans": spans})
     return out
@@ -251,7 +263,7 @@ def _encode_turn(turn: Turn) -> dict[str, Any]:
     return {
         "index": turn.index,
         "action": turn.action,
-        "observations": _json([_tag(m) for m in turn.observations]),
+        "observations": _json([tag(m) for m in turn.observations]),
         "finish_reason": turn.finish_reason,
         "stop_reason": None if turn.stop_reason is None else _json(turn.stop_reason),
         "llm_seconds": turn.llm_seconds,
@@ -259,8 +271,8 @@ def _encode_turn(turn: Turn) -> dict[str, Any]:
     }
 
 
-def encode(record: TrajectoryRecord) -> dict[str, Any]:
-    """One Parquet row (a dict of Python values in ``SCHEMA``'s columns)."""
+def encode(record: TrajectoryRecord, blobs: BlobStore | None = None) -> dict[str, Any]:
+    """One Parquet row (a dict of Python values in ``SCHEMA``'s columns); large side channels go to ``blobs``."""
     t = record.trajectory
     return {
         "step": record.step,
@@ -290,20 +302,21 @@ def encode(record: TrajectoryRecord) -> dict[str, Any]:
         "llm_seconds": sum(turn.llm_seconds for turn in t.turns),
         "env_seconds": sum(turn.env_seconds for turn in t.turns),
         "env_metrics": [(k, float(v)) for k, v in t.env_metrics.items()],
-        "prompt": _json([_tag(m) for m in t.prompt]),
+        "prompt": _json([tag(m) for m in t.prompt]),
         "rewards": [_encode_reward(r) for r in t.rewards],
         "turns": [_encode_turn(turn) for turn in t.turns],
-        "rows": _encode_rows(t, record.trainer_logprobs),
+        "rows": _encode_rows(t, record.trainer_logprobs, blobs),
     }
 
 
-def _decode_span(raw: Mapping[str, Any]) -> Span:
+def decode_span(raw: Mapping[str, Any], blobs: BlobStore | None = None) -> Span:
+    """The inverse of ``encode_span``; the span's own validation runs again."""
     logprobs: Any = None if raw["logprobs"] is None else tuple(raw["logprobs"])
     versions: Any = None
     if raw["versions"] is not None:
         versions = tuple(VersionRun(v["version"], v["start"], v["end"]) for v in raw["versions"])
     side = {
-        name: SideChannel(name, c["align"], _untag(c["values"]))
+        name: SideChannel(name, c["align"], untag(c["values"], blobs))
         for name, c in (json.loads(raw["side"]) if raw["side"] else {}).items()
     }
     return Span(
@@ -321,7 +334,7 @@ def _decode_turn(raw: Mapping[str, Any]) -> Turn:
     return Turn(
         index=raw["index"],
         action=raw["action"],
-        observations=tuple(_untag(json.loads(raw["observations"]))),
+        observations=tuple(untag(json.loads(raw["observations"]))),
         finish_reason=raw["finish_reason"],
         stop_reason=None if raw["stop_reason"] is None else json.loads(raw["stop_reason"]),
         llm_seconds=raw["llm_seconds"],
@@ -337,7 +350,7 @@ def _trainer_logprobs(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[float, .
     return tuple(out) if any(r is not None for r in out) else None
 
 
-def decode(row: Mapping[str, Any], *, live: bool = True) -> TrajectoryRecord:
+def decode(row: Mapping[str, Any], *, live: bool = True, blobs: BlobStore | None = None) -> TrajectoryRecord:
     """The inverse of ``encode``; the trajectory's own validation runs again."""
     trajectory = Trajectory(
         trajectory_id=row["trajectory_id"],
@@ -345,7 +358,9 @@ def decode(row: Mapping[str, Any], *, live: bool = True) -> TrajectoryRecord:
         prompt_uid=row["prompt_uid"],
         sample=row["sample"],
         attempt=row["attempt"],
-        rows=tuple(Row(tuple(_decode_span(s) for s in r["spans"]), r["parent"], r["fork_point"]) for r in row["rows"]),
+        rows=tuple(
+            Row(tuple(decode_span(s, blobs) for s in r["spans"]), r["parent"], r["fork_point"]) for r in row["rows"]
+        ),
         turns=tuple(_decode_turn(t) for t in row["turns"]),
         rewards=tuple(
             Reward(
@@ -362,7 +377,7 @@ def decode(row: Mapping[str, Any], *, live: bool = True) -> TrajectoryRecord:
         env_class=row["env_class"],
         env_revision=row["env_revision"],
         data_source=row["data_source"],
-        prompt=tuple(_untag(json.loads(row["prompt"]))),
+        prompt=tuple(untag(json.loads(row["prompt"]))),
         env_metrics=dict(row["env_metrics"]),
         seconds=row["seconds"],
     )
@@ -381,9 +396,9 @@ def decode(row: Mapping[str, Any], *, live: bool = True) -> TrajectoryRecord:
     )
 
 
-def to_parquet(records: Sequence[TrajectoryRecord]) -> bytes:
+def to_parquet(records: Sequence[TrajectoryRecord], blobs: BlobStore | None = None) -> bytes:
     """A whole Parquet file (zstd) of these records, in order."""
-    table = pa.Table.from_pylist([encode(r) for r in records], schema=SCHEMA)
+    table = pa.Table.from_pylist([encode(r, blobs) for r in records], schema=SCHEMA)
     table = table.replace_schema_metadata({b"slipstream.trajectories": SCHEMA_VERSION})
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")

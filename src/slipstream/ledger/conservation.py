@@ -87,18 +87,23 @@ class TokenAccount:
             in_flight=flow.in_flight,
         )
 
-    def rewound_to(self, kept: TokenAccount) -> TokenAccount:
+    def rewound_to(self, kept: TokenAccount, buffered: int | None = None, in_flight: int = 0) -> TokenAccount:
         """The account of a run resumed at the step whose account was ``kept``.
 
-        Everything the dead incarnation sampled stays sampled; what was settled after ``kept``, and what
-        was in flight at it, is superseded.  What ``kept`` had buffered is restored with the checkpoint.
+        Everything the dead incarnation recorded as sampled stays sampled; what was settled after ``kept``, and what
+        was unfinished and is not gone on with, is superseded.  ``buffered`` (default: what ``kept`` had) and
+        ``in_flight`` are the tokens that the resumed run goes on with; a dead process may have sampled some of them
+        after its last record, so they can raise ``sampled``.
         """
+        buffered = kept.buffered if buffered is None else buffered
         settled = kept.trained + kept.filtered + kept.stale_dropped + kept.failed
+        sampled = max(self.sampled, settled + kept.superseded + buffered + in_flight)
         return replace(
             kept,
-            sampled=self.sampled,
-            superseded=self.sampled - settled - kept.buffered,
-            in_flight=0,
+            sampled=sampled,
+            superseded=sampled - settled - buffered - in_flight,
+            buffered=buffered,
+            in_flight=in_flight,
         )
 
     @classmethod

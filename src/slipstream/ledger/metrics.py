@@ -20,7 +20,7 @@ import numpy as np
 
 from slipstream.errors import ContractError
 from slipstream.ledger.records import StepRecord, disposition_kind
-from slipstream.trajectory import Group, Missing, Origin, Trajectory, WeightVersion
+from slipstream.trajectory import Cancelled, Group, Missing, Origin, Trajectory, WeightVersion
 
 Metrics = dict[str, float]
 SPREAD_TOLERANCE = 1e-6
@@ -131,7 +131,8 @@ def staleness_metrics(members: Sequence[Trajectory], current_version: str) -> Me
     """``async/staleness_{mean,max,min}``: versions between a token's sampler and the trained weights, per token.
 
     The difference of publish counters; tokens without a known version are left out and counted in
-    ``async/unversioned_share``.
+    ``async/unversioned_share``.  ``async/version_lag_<n>`` are the shares of tokens ``n`` versions behind, and
+    ``async/mixed_version_share`` is that of trajectories whose tokens are of more than one version.
     """
     try:
         now = WeightVersion.parse(current_version).counter
@@ -154,9 +155,20 @@ def staleness_metrics(members: Sequence[Trajectory], current_version: str) -> Me
         "async/staleness_max": float(max(lags)),
         "async/staleness_min": float(min(lags)),
     }
+    out |= {f"async/version_lag_{lag}": n / known for lag, n in sorted(lags.items())}
+    mixed = [float(len({_counter(v) for v in m.versions()}) > 1) for m in members if m.versions()]
+    out |= _mean("async/mixed_version_share", mixed)
     if unknown:
         out["async/unversioned_share"] = unknown / total
     return out
+
+
+def _counter(version: str) -> str:
+    """A version without its incarnation: a resumed run goes on with the same weights under the same counter."""
+    try:
+        return str(WeightVersion.parse(version).counter)
+    except ContractError:
+        return version
 
 
 def guard_metrics(groups: Sequence[Group], early_lengths: Sequence[float] = ()) -> Metrics:
@@ -219,9 +231,10 @@ def gap_metrics(record: StepRecord) -> Metrics:
 def step_metrics(record: StepRecord, *, early_lengths: Sequence[float] = ()) -> Metrics:
     """Everything that one step's record tells by itself.
 
-    Superseded members (retried attempts, work of a dead incarnation) count in no metric, only in the account.
+    Superseded members (retried attempts, work of a dead incarnation) and episodes that were taken back count in no
+    metric, only in the account.
     """
-    groups = [g for g in record.groups if any(record.dispositions[m.trajectory_id] != "superseded" for m in g.members)]
+    groups = [g for g in record.groups if any(_counts(m, record) for m in g.members)]
     members = [m for g in groups for m in g.members]
     trained = [m for m in members if record.dispositions[m.trajectory_id] == "trained"]
     fates = [{record.dispositions[m.trajectory_id] for m in g.members} for g in groups]
@@ -238,13 +251,17 @@ def step_metrics(record: StepRecord, *, early_lengths: Sequence[float] = ()) -> 
         **_mean("loss/avg_final_rewards", [m.total_reward for m in trained if m.votes]),
         **_mean("loss/avg_raw_advantages", advantages),
         **_mean("loss/avg_raw_advantages_abs", [abs(a) for a in advantages]),
-        **staleness_metrics(members, record.weight_version_before),
+        **staleness_metrics(trained, record.weight_version_before),
         **gap_metrics(record),
         **guard_metrics(groups, early_lengths),
         "trainer/num_trained_trajectories": float(kinds.count("trained")),
         "trainer/num_trained_tokens": float(settled.get("trained", 0)),
         **({"trainer/tokens_per_second": sum(settled.values()) / seconds} if seconds > 0 else {}),
     }
+
+
+def _counts(member: Trajectory, record: StepRecord) -> bool:
+    return record.dispositions[member.trajectory_id] != "superseded" and not isinstance(member.outcome, Cancelled)
 
 
 def eval_metrics(groups: Sequence[Group]) -> Metrics:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import LedgerError
+from slipstream.ledger.blobs import BlobStore
 from slipstream.ledger.codec import CLOCK_COLUMNS, decode, read_parquet
 from slipstream.ledger.conservation import TokenAccount
 from slipstream.ledger.journal import read_lines
@@ -31,6 +32,7 @@ EVENTS = "events.jsonl"
 METRICS = "metrics.jsonl"
 TRAJECTORIES = "trajectories"
 TOKEN_TEXTS = "tokens.json"
+SIDE = "side"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,7 @@ class LedgerReader:
             if where is not None and not where(file):
                 continue
             for raw in read_parquet(file.path):
-                record = decode(raw, live=file.live)
+                record = decode(raw, live=file.live, blobs=BlobStore(self.run_dir / SIDE))
                 yield record if file.live else replace(record, disposition="superseded")
 
     def trajectory(self, trajectory_id: str) -> TrajectoryRecord:
@@ -215,8 +217,10 @@ class LedgerReader:
         except ValueError as error:
             raise LedgerError(f"{path} is corrupt ({error}); delete it, the report then shows token ids") from None
 
-    def content_digest(self, upto_step: int | None = None) -> str:
+    def content_digest(self, upto_step: int | None = None, *, without: Sequence[str] = ()) -> str:
         """A hash of the live lineage's content: steps, evaluations, trajectories, metrics.
+
+        Metrics whose names begin with one of ``without`` are left out.
 
         Clocks, run ids, incarnations and paths are left out, and so is the cumulative account (a resumed run
         has superseded tokens); two runs with the same seed in exact mode, interrupted or not, agree.
@@ -241,5 +245,6 @@ class LedgerReader:
                 add("trajectory", content({k: v for k, v in row.items() if k not in CLOCK_COLUMNS}))
         for metrics in sorted(self.metrics(), key=lambda m: (m.phase, m.step)):
             if metrics.phase != "train" or wanted(metrics.step):
-                add("metrics", [metrics.phase, metrics.step, content(metrics.values)])
+                values = {k: v for k, v in metrics.values.items() if not k.startswith(tuple(without))}
+                add("metrics", [metrics.phase, metrics.step, content(values)])
         return digest.hexdigest()

@@ -117,6 +117,8 @@ class StepRecord:
         receipts: publish receipts (dataclasses or mappings) of this step.
         weight_version_before: the version that was trained.
         weight_version_after: the version published at the end.
+        selected: ids of the groups that the schedule chose to train on (filters may still leave members out).
+        unheld: tokens that are settled though no trajectory holds them (of requests that were lost), by kind.
         flow: what the generator and schedule count; without it sampled tokens are counted from ``groups``,
             which still proves that every trajectory has a disposition, but proves less.
     """
@@ -132,6 +134,8 @@ class StepRecord:
     weight_version_before: str = ""
     weight_version_after: str = ""
     flow: TokenFlow | None = None
+    selected: Sequence[str] = ()
+    unheld: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.step < 1:
@@ -155,7 +159,7 @@ class StepRecord:
 
     def settled(self) -> dict[str, int]:
         """Sampled tokens by disposition kind."""
-        out: dict[str, int] = {}
+        out: dict[str, int] = dict(self.unheld)
         for member in self.members():
             kind = disposition_kind(self.dispositions[member.trajectory_id])
             out[kind] = out.get(kind, 0) + member.sampled_tokens

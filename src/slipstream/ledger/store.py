@@ -25,11 +25,12 @@ from types import TracebackType
 from typing import Any, Literal
 
 from slipstream.errors import ContractError
+from slipstream.ledger.blobs import BlobStore
 from slipstream.ledger.codec import to_parquet
 from slipstream.ledger.conservation import TokenAccount, TokenFlow
 from slipstream.ledger.journal import Journal, dump_line, write_atomically
 from slipstream.ledger.metrics import step_metrics
-from slipstream.ledger.reader import EVENTS, METRICS, TOKEN_TEXTS, TRAJECTORIES, LedgerReader
+from slipstream.ledger.reader import EVENTS, METRICS, SIDE, TOKEN_TEXTS, TRAJECTORIES, LedgerReader
 from slipstream.ledger.records import EvalRecord, StepRecord, TrajectoryRecord, plain, split_clock
 
 Fsync = Literal["always", "step", "never"]
@@ -84,6 +85,7 @@ class Ledger:
         (self.run_dir / TRAJECTORIES).mkdir(parents=True, exist_ok=True)
         self._events = Journal(self.run_dir / EVENTS)
         self._metrics = Journal(self.run_dir / METRICS)
+        self._blobs = BlobStore(self.run_dir / SIDE)
         self.reader = LedgerReader(self.run_dir)
         past = self.reader.events()
         self._seq = past[-1].seq + 1 if past else 0
@@ -155,6 +157,7 @@ class Ledger:
             data = {
                 "groups": len(record.groups),
                 "trajectories": len(rows),
+                "selected": list(record.selected),
                 "dispositions": dict(sorted(counts.items())),
                 "settled": dict(sorted(settled.items())),
                 "account": asdict(account),
@@ -227,7 +230,7 @@ class Ledger:
         while (folder / name).exists():  # an evaluation repeated within one incarnation
             again += 1
             name = f"{stem}{suffix}.r{again}.parquet"
-        write_atomically(folder / name, to_parquet(rows))
+        write_atomically(folder / name, to_parquet(rows, self._blobs))
         return name
 
     # -- resume ------------------------------------------------------------------------------------------------
@@ -242,11 +245,14 @@ class Ledger:
         """The last live step; 0 when there is none."""
         return max(self._live_steps, default=0)
 
-    def rewind(self, step: int) -> dict[str, int]:
+    def rewind(self, step: int, *, buffered: int | None = None, in_flight: int = 0) -> dict[str, int]:
         """Resume after ``step``: what dead incarnations did later is superseded, never deleted.
 
-        Returns how many steps, trajectories and sampled tokens that concerns.  Calling it when there is nothing
-        later is harmless.  Raises ``ContractError`` when the ledger has no live record of ``step``.
+        ``buffered`` and ``in_flight`` are the sampled tokens of unrecorded work that the resumed run goes on with
+        (finished groups, and parts of groups); by default what was buffered at ``step``.
+
+        Returns how many steps, trajectories and sampled tokens are superseded.  Calling it when there is nothing later
+        is harmless.  Raises ``ContractError`` when the ledger has no live record of ``step``.
         """
         with self._lock:
             if step != 0 and step not in self._live_steps:
@@ -257,7 +263,7 @@ class Ledger:
             if any(e.incarnation >= self.incarnation for e in later):
                 raise ContractError(f"rewind({step}): this incarnation has already recorded later steps")
             kept = self.reader.account_at(step)
-            account = self._account.rewound_to(kept)
+            account = self._account.rewound_to(kept, buffered, in_flight)
             account.check(f"rewind to step {step}")
             counts = {
                 "steps": len(later),

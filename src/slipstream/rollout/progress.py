@@ -50,7 +50,7 @@ class TurnRecord:
 
 @dataclass(frozen=True)
 class MemberProgress:
-    """One sample of a group: finished, or its ``attempt`` with the turns that are completed."""
+    """One sample of a group: its ``attempt`` with the turns that are completed, and its end if it is finished."""
 
     attempt: int = 0
     turns: tuple[TurnRecord, ...] = ()
@@ -63,8 +63,8 @@ class MemberProgress:
 
     def sampled_by(self, newest: int) -> MemberProgress | None:
         """What is left when only weights up to publish counter ``newest`` belong to the run's lineage, or None."""
-        if self.finished is not None:
-            return self if _within(self.finished.sampled_spans(), newest) else None
+        if self.finished is not None and _within(self.finished.sampled_spans(), newest):
+            return self
         kept = 0
         while kept < len(self.turns) and _within(self.turns[kept].spans, newest):
             kept += 1

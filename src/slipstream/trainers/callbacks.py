@@ -10,8 +10,12 @@ Owns: the ``Callback`` base class and ``Control``.  Refuses: changing a step tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -21,10 +25,32 @@ class Control:
     stop_reason: str | None = None
     save_requested: bool = False
     evaluate_requested: bool = False
+    rollback_to: str | None = None
+    _stopped: asyncio.Event = field(default_factory=asyncio.Event)
 
     def stop(self, reason: str) -> None:
-        """End the run after this step (final evaluation and checkpoint included)."""
+        """End the run after this step: a checkpoint is written, and an evaluation under way is given up."""
         self.stop_reason = self.stop_reason or reason
+        self._stopped.set()
+
+    def roll_back(self, checkpoint: str, reason: str) -> None:
+        """End the run after this step, without a checkpoint; the resumed run goes on from ``checkpoint``."""
+        self.rollback_to = self.rollback_to or checkpoint
+        self.stop(reason)
+
+    async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of ``work``, or None when ``stop`` was called before it was done (it is cancelled and awaited)."""
+        task = asyncio.ensure_future(work)
+        stopped = asyncio.ensure_future(self._stopped.wait())
+        try:
+            await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            return None
+        finally:
+            for future in (task, stopped):
+                future.cancel()
+            await asyncio.gather(task, stopped, return_exceptions=True)
 
     def save(self) -> None:
         """Write a checkpoint after this step."""

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,14 +52,15 @@ def _files(directory: Path) -> list[Path]:
 
 
 class CheckpointStore:
-    """Checkpoints of one run under ``root``; ``keep`` newest ones survive pruning.
+    """Checkpoints of one run under ``root``; the ``keep`` newest ones survive pruning, and those in ``named``.
 
     ``save(name, state, fill)`` calls ``fill(directory)`` to write the heavy parts.
     """
 
-    def __init__(self, root: Path, keep: int = 2) -> None:
+    def __init__(self, root: Path, keep: int = 2, named: Sequence[str] = ()) -> None:
         self.root = root
         self.keep = keep
+        self.named = frozenset(named)
 
     def save(self, name: str, state: dict[str, Any], fill: Callable[[Path], None]) -> Path:
         """Write a checkpoint; raises ``CheckpointError`` (disk full, permissions) and then leaves nothing behind."""
@@ -80,7 +81,7 @@ class CheckpointStore:
                 shutil.rmtree(target)
             os.rename(staging, target)
             _fsync(self.root)
-            self._point_to(name)
+            self.point_to(name)
         except OSError as error:
             shutil.rmtree(staging, ignore_errors=True)
             raise CheckpointError(
@@ -90,7 +91,8 @@ class CheckpointStore:
         self._prune()
         return target
 
-    def _point_to(self, name: str) -> None:
+    def point_to(self, name: str) -> None:
+        """Make ``name`` the checkpoint that a resume takes."""
         temporary = self.root / f".{_POINTER}-{os.getpid()}"
         with temporary.open("w") as file:
             file.write(name)
@@ -115,7 +117,7 @@ class CheckpointStore:
     def _prune(self) -> None:
         latest = self._pointer()
         for name in self.names()[: -self.keep]:
-            if name != latest:
+            if name != latest and name not in self.named:
                 shutil.rmtree(self.root / name, ignore_errors=True)
 
     def _pointer(self) -> str | None:

@@ -8,7 +8,7 @@ Cheap checks come first (data rows, renderer), then the engine and the backend, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,9 @@ from slipstream.inference.types import Engine
 from slipstream.ledger import Ledger
 from slipstream.rollout.generator import TurnGenerator, make_env_factory
 from slipstream.rollout.renderer import Renderer
-from slipstream.rollout.types import OnEvent, RolloutEvent
+from slipstream.rollout.skyrl_generator import SkyRLGenerator
+from slipstream.rollout.types import Generator, OnEvent, RolloutEvent
+from slipstream.rollout.waves import WaveLog
 from slipstream.training.torch_backend import TorchBackend
 from slipstream.trajectory import Trajectory, WeightVersion
 from slipstream.weights import InProcessTransport, Publisher, Receipt, Replica, VersionCounter
@@ -42,7 +44,7 @@ class Parts:
     counter: VersionCounter
     fingerprint: str
     deadline: float
-    generator: TurnGenerator = field(init=False)
+    generator: Generator = field(init=False)
     receipts: Sequence[Receipt] = ()
     stale: bool = True
     """The policy's weights are not (known to be) those that the engine serves."""
@@ -53,6 +55,11 @@ class Parts:
     def keeps_reference(self) -> bool:
         """Whether the reference has weights of its own (with LoRA it is the base model)."""
         return "reference" in self.backend.handles and self.settings.training.lora.rank == 0
+
+    @property
+    def embedded(self) -> Any:
+        """The embedded engine itself, for what only it can do (repeating a recorded run)."""
+        return getattr(self.engine, "engine", self.engine)
 
     def sft_rows(self) -> list[Trajectory]:
         """Chat rows of ``data.sft`` as trajectories with TARGET spans."""
@@ -91,8 +98,22 @@ class Parts:
         await self.closing.aclose()
 
 
-async def build_parts(settings: RunSettings, ledger: Ledger, incarnation: int) -> Parts:
+CustomGenerator = Generator | Callable[[Parts], Any] | Any
+"""A generator object (``generate_group``, or SkyRL's ``generate``), or a function that builds one from the parts."""
+
+
+async def build_parts(
+    settings: RunSettings,
+    ledger: Ledger,
+    incarnation: int,
+    *,
+    generator: CustomGenerator | None = None,
+    waves: WaveLog | None = None,
+    record_turns: bool = False,
+) -> Parts:
     """Build everything; on an error what was built is closed again before it propagates.
+
+    ``generator`` replaces the default one; ``waves`` and ``record_turns`` are the default one's.
 
     Raises ``ModelError``, ``DataError``, ``SettingsError`` naming what cannot be used.
     """
@@ -137,21 +158,71 @@ async def build_parts(settings: RunSettings, ledger: Ledger, incarnation: int) -
             fingerprint=train.fingerprint if train is not None else "",
             deadline=settings.schedule.step_deadline_seconds,
         )
-        parts.generator = TurnGenerator(
-            replica,
-            renderer,
-            make_env_factory(settings.env),
-            settings.rollout,
-            settings.seed,
-            determinism=settings.training.determinism,
-            engine_seconds=settings.inference.request_timeout_seconds,
-            use_cache_salt=settings.inference.use_cache_salt,
-            on_event=parts.tell,
-        )
-        stack.push_async_callback(parts.generator.aclose)
+        own = generator if generator is not None else _imported(settings.rollout.generator)
+        parts.generator = _adapted(own, parts) if own is not None else _default_generator(parts, waves, record_turns)
+        if (close := getattr(parts.generator, "aclose", None)) is not None:
+            stack.push_async_callback(close)
         ledger.store_token_texts(_token_texts(tokenizer))
         parts.closing = stack.pop_all()
         return parts
+
+
+def _default_generator(parts: Parts, waves: WaveLog | None, record_turns: bool) -> TurnGenerator:
+    settings = parts.settings
+    exact = settings.training.determinism == "exact"
+    return TurnGenerator(
+        parts.engine,
+        parts.renderer,
+        make_env_factory(settings.env),
+        settings.rollout,
+        settings.seed,
+        determinism=settings.training.determinism,
+        engine_seconds=settings.inference.request_timeout_seconds,
+        # The embedded engine forgets its cache at an update by itself.  A salt would be that of the moment in which a
+        # group starts, which in exact mode must not matter.
+        use_cache_salt=settings.inference.use_cache_salt and not exact,
+        on_event=parts.tell,
+        samples_per_step=settings.schedule.prompts_per_step * settings.rollout.samples_per_prompt,
+        waves=waves,
+        record_turns=record_turns,
+    )
+
+
+def _imported(path: str | None) -> Any:
+    """What ``rollout.generator`` names."""
+    if path is None:
+        return None
+    import importlib
+
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SettingsError(f"rollout.generator={path!r} cannot be imported ({error}); write MODULE:NAME") from error
+
+
+def _adapted(own: Any, parts: Parts) -> Generator:
+    """A generator of the user's, as the loop knows them."""
+    made = own
+    if not (hasattr(own, "generate_group") or hasattr(own, "generate")) or isinstance(own, type):
+        if not callable(own):
+            raise SettingsError(f"a generator needs generate_group or generate; {own!r} has neither and builds none")
+        made = own(parts)
+    if callable(getattr(made, "generate_group", None)):
+        generator: Generator = made
+        return generator
+    if not callable(getattr(made, "generate", None)):
+        raise SettingsError(f"{made!r} is no generator: it has neither generate_group nor generate")
+    asynchronous = parts.settings.schedule.kind != "sync"
+    return SkyRLGenerator(
+        made,
+        parts.settings.rollout,
+        seconds=parts.settings.schedule.step_deadline_seconds,
+        # With updates in flight the version may change inside a batch, and only the engine could say where.
+        version=None if asynchronous else lambda: str(parts.counter.current),
+        decode=parts.tokenizer.decode,
+        on_event=parts.tell,
+    )
 
 
 def _prompts(

@@ -18,7 +18,8 @@ from typing import Any
 from slipstream.config import load_settings
 from slipstream.config.settings import RunSettings
 from slipstream.errors import SettingsError
-from slipstream.trainers.run import RunResult, train
+from slipstream.trainers.progress import RunResult
+from slipstream.trainers.run import train
 
 _HERE = Path(__file__).parent
 SUMMARY = "summary.json"

@@ -1,8 +1,8 @@
 """A whole run: built from settings, resumable, closed in order.
 
-Owns: the phases (evaluate -> supervised warm start -> evaluate -> RL -> evaluate -> report), whole-run
-checkpoints, and the lifecycle of everything heavy.
-Refuses: the order inside a step (``loop``), how anything is computed.
+Owns: the phases (evaluate -> supervised warm start -> evaluate -> RL -> evaluate -> report), what the loop's hooks do,
+and the lifecycle of everything heavy.
+Refuses: the order inside a step (``loop``), what a checkpoint looks like (``saving``), how anything is computed.
 
     result = train(settings)                    # blocking
     result = await Run(settings).run()          # the same, inside an event loop
@@ -20,69 +20,43 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slipstream.algorithms.check import check_algorithm
 from slipstream.algorithms.filters import apply_filters
-from slipstream.config import Plan, check_resume, dump_settings, make_plan
+from slipstream.config import Plan, dump_settings, make_plan
 from slipstream.config.settings import RunSettings
 from slipstream.data.sampler import Sampler
-from slipstream.errors import CheckpointError
 from slipstream.ledger import Ledger, build_sinks, next_incarnation, write_report
 from slipstream.ledger.records import Stage
-from slipstream.schedule import build_schedule
+from slipstream.rollout.types import AttemptCancelled, RolloutEvent
+from slipstream.rollout.waves import WaveLog
+from slipstream.schedule import Schedule, build_schedule
+from slipstream.trainers.account import TokenBooks
 from slipstream.trainers.callbacks import Callback, Control, StepInfo, notify
-from slipstream.trainers.checkpoint import Checkpoint, CheckpointStore
 from slipstream.trainers.evaluate import EvalResult, Evaluator
 from slipstream.trainers.loop import Hooks, Loop, Published
-from slipstream.trainers.parts import Parts, build_parts
+from slipstream.trainers.parts import CustomGenerator, Parts, build_parts
+from slipstream.trainers.progress import Progress, RunResult
+from slipstream.trainers.recording import RecordedSchedule, Recorder, Recording
+from slipstream.trainers.rollouts import Rollouts
+from slipstream.trainers.rules import RuleKeeper
+from slipstream.trainers.saving import Saver, keeps_rollouts
 from slipstream.trainers.sft import SftTrainer
 from slipstream.trainers.update import PolicyUpdate, within
 from slipstream.trajectory import Group
-from slipstream.weights import VersionCounter
 
 
-@dataclass
-class Progress:
-    """How far a run has come; part of every checkpoint."""
+def train(
+    settings: RunSettings, callbacks: Sequence[Callback] = (), generator: CustomGenerator | None = None
+) -> RunResult:
+    """Run to the end (or to Ctrl-C, which stops at the next step border after a checkpoint).
 
-    sft_steps: int = 0
-    rl_steps: int = 0
-    sampler: dict[str, Any] | None = None
-    schedule: dict[str, Any] | None = None
-    update: dict[str, Any] | None = None
-    evals: dict[str, dict[str, Any]] = field(default_factory=dict)
-    seconds: float = 0.0
-    peak_memory_gb: float = 0.0
-    data_fingerprint: str = ""
-    finished: bool = False
-
-    @property
-    def name(self) -> str:
-        """The checkpoint's directory name."""
-        return f"rl-{self.rl_steps:06d}" if self.rl_steps else f"sft-{self.sft_steps:06d}"
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """How a run ended.  ``accuracy`` maps stages (``start``, ``sft``, ``rl``) to mean scores over ``eval_prompts``."""
-
-    run_dir: Path
-    steps: int
-    finished: bool
-    stop_reason: str | None
-    accuracy: Mapping[str, float]
-    eval_prompts: int
-    seconds: float
-    peak_memory_gb: float
-    report: Path | None
-
-
-def train(settings: RunSettings, callbacks: Sequence[Callback] = ()) -> RunResult:
-    """Run to the end (or to Ctrl-C, which stops at the next step border after a checkpoint)."""
-    return asyncio.run(Run(settings, callbacks).run())
+    ``generator`` replaces the default one: an object with ``generate_group`` or with SkyRL's ``generate``, or a
+    function that builds one from the run's ``Parts`` (``rollout.generator`` is the same by import path).
+    """
+    return asyncio.run(Run(settings, callbacks, generator=generator).run())
 
 
 def check(settings: RunSettings, notes: Sequence[Any] = ()) -> Plan:
@@ -97,15 +71,26 @@ def check(settings: RunSettings, notes: Sequence[Any] = ()) -> Plan:
 
 
 class Run:
-    """One start of a run directory."""
+    """One start of a run directory; ``recording`` makes it repeat the schedule of another run."""
 
-    def __init__(self, settings: RunSettings, callbacks: Sequence[Callback] = ()) -> None:
+    def __init__(
+        self,
+        settings: RunSettings,
+        callbacks: Sequence[Callback] = (),
+        *,
+        generator: CustomGenerator | None = None,
+        recording: Recording | None = None,
+    ) -> None:
         self.settings = settings
-        self.callbacks = callbacks
         self.control = Control()
         self.run_dir = Path(settings.run_dir)
-        self.store = CheckpointStore(self.run_dir / "checkpoints", settings.checkpoint.keep)
+        self.saver = Saver(self.run_dir, settings)
         self.progress = Progress()
+        self._user_callbacks = tuple(callbacks)
+        self._generator = generator
+        self._recording = recording
+        self._recorder: Recorder | None = None
+        self._published = 0
         self._started = time.perf_counter()
 
     # -- the phases --------------------------------------------------------------------------------------------
@@ -114,15 +99,17 @@ class Run:
         """All phases; raises typed errors, after everything that was started has been closed."""
         check(self.settings).raise_if_refused()
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        found = self._find_checkpoint()
+        found = self.saver.find()
         if found is not None and found.state["progress"]["finished"]:
             self.progress = Progress(**found.state["progress"])
             return self._result(self._report())
         incarnation = next_incarnation(self.run_dir)
-        with Ledger(self.run_dir, incarnation) as self.ledger:
+        async with contextlib.AsyncExitStack() as stack:
+            self.ledger = stack.enter_context(Ledger(self.run_dir, incarnation))
             self.ledger.event(
                 "run_started", settings=self.settings, resumed_from=found.directory.name if found else None
             )
+            self.callbacks = (*self._user_callbacks, RuleKeeper(self.settings.rules, self.ledger, self.saver.store))
             self.sinks = build_sinks(
                 self.settings.logging.sinks,
                 self.run_dir,
@@ -132,16 +119,19 @@ class Run:
                 total_steps=self.settings.schedule.steps,
                 on_failure=lambda message: self.ledger.event("warning", message=message) and None,
             )
+            stack.callback(self.sinks.close)
+            if self.settings.training.determinism == "exact":
+                self._recorder = Recorder(self.run_dir, incarnation)
+                stack.callback(self._recorder.close)
+            stack.callback(self.saver.close)
             try:
                 async with self._parts(incarnation) as self.parts:
                     with _interruptible(self.control):
-                        await self._resume(found)
+                        self.progress = await self.saver.resume(found, self.parts, self.ledger, self.sinks.note)
                         await self._phases()
             except BaseException as error:
                 self.ledger.event("error", message=f"{type(error).__name__}: {error}")
                 raise
-            finally:
-                self.sinks.close()
             return self._finish()
 
     async def _phases(self) -> None:
@@ -149,7 +139,7 @@ class Run:
         notify(self.callbacks, "on_train_start", self._info(), self.control)
         if settings.eval.before:
             await self._evaluate_once("start", 0)
-        if settings.sft.steps:
+        if settings.sft.steps and self.control.stop_reason is None:
             await self._sft()
             if self.control.stop_reason is None and settings.schedule.steps and settings.eval.before:
                 await self._evaluate_once("sft", 0)
@@ -161,7 +151,10 @@ class Run:
         if self.control.stop_reason is None:
             await self._export()
             progress.finished = True
-            self._save()
+            await self._save()
+        if self.control.rollback_to is not None:
+            self.saver.store.point_to(self.control.rollback_to)
+            self.ledger.event("rollback", name=self.control.rollback_to, reason=self.control.stop_reason)
         notify(self.callbacks, "on_train_end", self._info(), self.control)
 
     async def _sft(self) -> None:
@@ -193,12 +186,12 @@ class Run:
         self.ledger.record_metrics(step, metrics, phase="sft")
         self.sinks.log(metrics, step)
 
-    def _sft_border(self, step: int) -> None:
+    async def _sft_border(self, step: int) -> None:
         self.progress.sft_steps = step
         self.parts.stale = True
         every = self.settings.checkpoint.every_steps
         if step == self.settings.sft.steps or self.control.stop_reason is not None or (every and step % every == 0):
-            self._save()
+            await self._save()
 
     async def _rl(self) -> None:
         settings, progress, parts = self.settings, self.progress, self.parts
@@ -210,24 +203,50 @@ class Run:
             if "reference" in parts.backend.handles:
                 await within(parts.backend.set_reference(), parts.deadline, "phase change")
         version = await self._serving()
-        schedule = build_schedule(settings.schedule, self._judge)
+        if self._evaluation_is_due(progress.rl_steps) and not await self._evaluate_rl(progress.rl_steps):
+            return  # it was interrupted again
+        self.loop = await self._build_loop(version)
+        self.sinks.begin("rl", settings.schedule.steps, progress.rl_steps)
+        parts.listen(self._on_rollout_event)
+        progress.rl_steps = await self.loop.run(progress.rl_steps)
+
+    async def _build_loop(self, version: str) -> Loop:
+        settings, progress, parts = self.settings, self.progress, self.parts
+        schedule: Schedule = build_schedule(settings.schedule, self._judge)
+        if self._recording is not None:
+            schedule = RecordedSchedule(self._recording.steps)
         if progress.schedule is not None:
-            schedule.load_state_dict(progress.schedule)
+            schedule.load_state_dict(progress.schedule, self.saver.buffered)
         assert parts.train_data is not None
         sampler = Sampler(parts.train_data, seed=settings.seed, shuffle=settings.data.shuffle)
         if progress.sampler is not None:
             sampler.load_state_dict(progress.sampler)
-        update = PolicyUpdate(parts.backend, settings.algorithm, parts.deadline)
-        if progress.update is not None:
-            update.load_state_dict(progress.update)
-        hooks = Hooks(self._publish, self._save_rl, self._evaluate_rl, self._show, self._sampled_tokens)
-        self.loop = Loop(
-            settings, schedule, sampler, parts.generator, update, self.ledger, hooks,
-            version=version, callbacks=self.callbacks, control=self.control,
+        rollouts = Rollouts(
+            settings, schedule, sampler, parts.generator, recovered=self.saver.recovered,
+            on_start=None if self._recorder is None else self._recorder.admitted,
         )  # fmt: skip
-        self.sinks.begin("rl", settings.schedule.steps, progress.rl_steps)
-        parts.listen(self.loop.on_rollout_event)
-        progress.rl_steps = await self.loop.run(progress.rl_steps)
+        rollouts.load_state_dict(progress.rollouts or {})
+        if keeps_rollouts(settings):
+            self.saver.open_journal(progress)
+        hooks = Hooks(self._publish, self._save_rl, self._evaluate_rl, self._show, self._sampled_tokens)
+        return Loop(
+            settings, schedule, rollouts, PolicyUpdate(parts.backend, settings.algorithm, parts.deadline), self.ledger,
+            hooks, version=version, books=TokenBooks(parts.generator, await self._sampled_tokens()),
+            callbacks=self.callbacks, control=self.control, watch=self._recorder,
+        )  # fmt: skip
+
+    def _on_rollout_event(self, event: RolloutEvent) -> None:
+        stale = (
+            isinstance(event, AttemptCancelled) and self.loop.rollouts.why(event.task.group_id) == "stale"
+        )  # the journal keeps groups that are taken back because the run ends
+        self.loop.on_rollout_event(event)
+        if self.saver.journal is not None:
+            if stale:
+                self.saver.journal.gone(event.task.group_id)
+            else:
+                self.saver.journal.on_event(event)
+        if stale and self._recorder is not None:
+            self._recorder.taken_back(event.task.group_id)
 
     def _judge(self, group: Group) -> str | None:
         """A group that the filters leave nothing of is not selected; its reason is the filters' first."""
@@ -247,38 +266,57 @@ class Run:
     async def _serving(self) -> str:
         """The version the engine serves, published first when the policy has changed."""
         changed = self.parts.stale
+        if changed and self._recording is not None:
+            await self._reach_recorded_publish(self._recording)
         version = await self.parts.ensure_published()
         if changed:
             self.ledger.event("publish", version=version, receipts=[r.to_json() for r in self.parts.receipts])
+            if self._recorder is not None:
+                engine_step = (await self.parts.engine.metrics())["weight_update_step"]
+                self._recorder.published(version, int(engine_step))
         return version
 
-    def _save_rl(self, step: int) -> None:
+    async def _reach_recorded_publish(self, recording: Recording) -> None:
+        """Let the engine go as far as it had when the recorded run published, and not beyond."""
+        engine = self.parts.embedded
+        if self._published == 0:
+            await engine.hold_at(recording.publishes)
+        await asyncio.wait_for(engine.reach(recording.publishes[self._published]), self.parts.deadline)
+        self._published += 1
+
+    async def _save_rl(self, step: int) -> None:
         self.progress.rl_steps = step
-        self.progress.schedule = self.loop.schedule.state_dict()
-        self.progress.sampler = self.loop.sampler.state_dict()
-        self.progress.update = self.loop.update.state_dict()
-        self._save()
+        await self._save()
 
-    async def _evaluate_rl(self, step: int) -> None:
-        await self._evaluate("rl", step)
+    async def _evaluate_rl(self, step: int) -> Mapping[str, float]:
+        result = await self._evaluate("rl", step)
+        return result.scores if result is not None else {}
 
-    async def _sampled_tokens(self) -> int:
-        return int((await self.parts.engine.metrics())["generation_tokens_total"])
+    async def _sampled_tokens(self) -> int | None:
+        count = (await self.parts.engine.metrics()).get("generation_tokens_total")
+        return None if count is None else int(count)
 
     def _show(self, step: int, metrics: Mapping[str, float]) -> None:
         self.sinks.log(dict(metrics), step)
 
     # -- evaluation --------------------------------------------------------------------------------------------
 
+    def _evaluation_is_due(self, step: int) -> bool:
+        """Whether an evaluation between steps was interrupted, or killed after its checkpoint."""
+        every = self.settings.eval.every_steps
+        if not (every and step and step % every == 0 and self.parts.eval_rows):
+            return False
+        return step < self.settings.schedule.steps and self.progress.evals.get("rl", {}).get("step") != step
+
     async def _evaluate_once(self, stage: Stage, step: int) -> None:
         """Evaluate unless a checkpoint already holds this stage's score; then save, so that it is not done twice."""
         if self.progress.evals.get(stage, {}).get("step") == step:
             return
-        await self._evaluate(stage, step)
-        if stage != "rl":
-            self._save()
+        if await self._evaluate(stage, step) is not None and stage != "rl":
+            await self._save()
 
     async def _evaluate(self, stage: Stage, step: int) -> EvalResult | None:
+        """Evaluate; None when there is nothing to evaluate on, or when the run was told to stop meanwhile."""
         if not self.parts.eval_rows:
             return None
         version = await self._serving()
@@ -293,79 +331,19 @@ class Run:
             deadline=self.settings.schedule.step_deadline_seconds,
             spec={"seed": self.settings.seed, "data": list(self.settings.data.eval)},
         )
-        result = await evaluator(stage, step, version)
+        result = await self.control.unless_stopped(evaluator(stage, step, version))
+        if result is None:
+            self.sinks.note("the evaluation was stopped; the resumed run does it again")
+            return None
         self.progress.evals[stage] = {"step": step, "accuracy": result.accuracy, "scores": dict(result.scores)}
         self.sinks.log(dict(result.scores), step)
         return result
 
-    # -- checkpoints -------------------------------------------------------------------------------------------
-
-    def _find_checkpoint(self) -> Checkpoint | None:
-        how = self.settings.checkpoint.resume
-        if how == "never":
-            if self.store.names():
-                raise CheckpointError(
-                    f"{self.run_dir} already holds a run; choose another run_dir, or set checkpoint.resume=auto"
-                )
-            return None
-        found = self.store.latest()
-        if found is None and how == "must":
-            raise CheckpointError(f"{self.run_dir}: checkpoint.resume=must, but there is no checkpoint")
-        if found is not None:
-            check_resume(RunSettings.model_validate(found.state["settings"]), self.settings)
-        return found
-
-    def _save(self) -> None:
-        self._count_seconds()
-        state = {
-            "progress": asdict(self.progress),
-            "settings": self.settings.model_dump(mode="json"),
-            "version": self.parts.counter.state_dict(),
-            "incarnation": self.ledger.incarnation,
-        }
-
-        def fill(directory: Path) -> None:
-            self.parts.backend.save("policy", directory / "policy").result(self.parts.deadline)
-            if self.parts.keeps_reference:
-                self.parts.backend.save("reference", directory / "reference").result(self.parts.deadline)
-
-        started = time.perf_counter()
-        path = self.store.save(self.progress.name, state, fill)
-        self.ledger.event(
-            "checkpoint", step=self.progress.rl_steps, name=path.name, seconds=time.perf_counter() - started
-        )
-
-    async def _resume(self, found: Checkpoint | None) -> None:
-        if found is None:
-            self.ledger.rewind(0)
-            self.progress.data_fingerprint = self.parts.fingerprint
-            return
-        self.progress = Progress(**found.state["progress"])
-        if self.progress.data_fingerprint != self.parts.fingerprint:
-            raise CheckpointError(
-                f"{found.directory}: the training data has changed since this checkpoint; "
-                "restore the files, or start a new run_dir"
-            )
-        backend = self.parts.backend
-        if self.progress.sft_steps < self.settings.sft.steps:
-            # A checkpoint holds moments, not settings: the phase it was written in says which optimiser goes on.
-            call = backend.reset_optimizer(self.settings.sft.optimizer, self.settings.sft.steps)
-            await within(call, self.parts.deadline, "phase change")
-        await within(backend.load("policy", found.directory / "policy"), self.parts.deadline, "loading the policy")
-        if self.parts.keeps_reference:
-            call = backend.load("reference", found.directory / "reference")
-            await within(call, self.parts.deadline, "loading the reference")
-        # The same weights keep their number in the new incarnation, so that numbers stay aligned with steps.
-        number = int(found.state["version"]["counter"])
-        self.parts.counter = VersionCounter("policy", self.ledger.incarnation, max(number - 1, 0))
-        lost = self.ledger.rewind(self.progress.rl_steps)
-        self.sinks.note(
-            f"resumed from {found.directory.name}: {self.progress.sft_steps} supervised and "
-            f"{self.progress.rl_steps} RL steps are done"
-            + (f"; {lost['steps']} later steps are superseded" if lost["steps"] else "")
-        )
-
     # -- the end -----------------------------------------------------------------------------------------------
+
+    async def _save(self) -> None:
+        self._count_seconds()
+        await self.saver.save(self.progress, self.parts, self.ledger, getattr(self, "loop", None))
 
     async def _export(self) -> None:
         call = self.parts.backend.save_pretrained("policy", self.run_dir / "model")
@@ -413,7 +391,14 @@ class Run:
     @contextlib.asynccontextmanager
     async def _parts(self, incarnation: int) -> AsyncIterator[Parts]:
         (self.run_dir / "settings.yaml").write_text(dump_settings(self.settings))
-        parts = await build_parts(self.settings, self.ledger, incarnation)
+        waves = WaveLog(
+            on_wave=None if self._recorder is None else self._recorder.wave,
+            script=None if self._recording is None else iter(self._recording.waves),
+        )
+        parts = await build_parts(
+            self.settings, self.ledger, incarnation, generator=self._generator, waves=waves,
+            record_turns=keeps_rollouts(self.settings),
+        )  # fmt: skip
         self.settings = parts.settings
         try:
             yield parts

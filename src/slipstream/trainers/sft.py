@@ -7,7 +7,7 @@ Refuses: a second loss path.  SFT is ``compile_batch(mode="likelihood")`` with t
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from slipstream.algorithms.compile import compile_batch
 from slipstream.algorithms.objective import LossSpec
@@ -34,7 +34,7 @@ class SftTrainer:
         seed: int,
         deadline: float,
         on_step: Callable[[int, dict[str, float]], None],
-        on_border: Callable[[int], None],
+        on_border: Callable[[int], Awaitable[None]],
         callbacks: Sequence[Callback] = (),
         control: Control | None = None,
     ) -> None:
@@ -69,7 +69,7 @@ class SftTrainer:
             done += 1
             self.on_step(done, metrics)
             notify(self.callbacks, "on_step_end", StepInfo("sft", done, total, metrics), self.control)
-            self.on_border(done)
+            await self.on_border(done)
         return done
 
     async def _step(self, step: int) -> dict[str, float]:

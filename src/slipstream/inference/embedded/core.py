@@ -67,6 +67,8 @@ class EngineCore:
         self.decoding: list[Sequence] = []
         """The running sequences that have a row, in row order."""
         self.paused: PauseMode | None = None
+        self.stops: deque[int] = deque()
+        """Steps beyond which not to go before an update has come, update by update (a recorded run is repeated)."""
         self.updating: set[str] | None = None
         """Names written by the open update."""
         self._shared: list[tuple[Node, RowIndex]] = []
@@ -151,6 +153,8 @@ class EngineCore:
         """Whether a step would do anything."""
         if self.paused is not None:
             return self.paused == "wait" and bool(self.running)
+        if self.stops and self.totals["steps_total"] >= self.stops[0]:
+            return False
         return bool(self.running or self.waiting)
 
     def pause(self, mode: PauseMode) -> None:
@@ -196,6 +200,9 @@ class EngineCore:
         with torch.inference_mode():
             self.runner.commit()
         self.updating = None
+        self.totals["weight_update_step"] = self.totals["steps_total"]
+        if self.stops:
+            self.stops.popleft()
         self.set_version(version)
 
     def set_version(self, version: str) -> None:
@@ -224,6 +231,7 @@ class EngineCore:
             "prefix_cache_hits_total": float(self.totals["prefix_cache_hits_total"]),
             "prefill_tokens_total": float(self.totals["prefill_tokens_total"]),
             "steps_total": float(self.totals["steps_total"]),
+            "weight_update_step": float(self.totals["weight_update_step"]),
             "generation_tokens_per_second": sum(n for _, n in self._recent) / _RATE_SECONDS,
             **{name: float(self.totals[name]) for name in names},
         }

@@ -99,6 +99,7 @@ class EmbeddedEngine:
         self._wake = threading.Condition()
         self._commands: list[tuple[Callable[[EngineCore], Any], Future[Any]]] = []
         self._drained: list[Future[None]] = []
+        self._reached: list[tuple[int, Future[None]]] = []
         self._closing = False
         self._died: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -186,7 +187,7 @@ class EmbeddedEngine:
             commands, self._commands = self._commands, []
             self._closing = True
         core.fail_all(error)
-        for future in (*(f for _, f in commands), *self._drained):
+        for future in (*(f for _, f in commands), *self._drained, *(f for _, f in self._reached)):
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
 
@@ -210,11 +211,21 @@ class EmbeddedEngine:
                     raise  # a bug: the state can no longer be trusted
             if core.runnable:
                 core.step()
+            if self._reached:
+                self._tell_reached(core.totals["steps_total"])
             if not core.running and self._drained:
                 drained, self._drained = self._drained, []
                 for waiter in drained:
                     if waiter.set_running_or_notify_cancel():
                         waiter.set_result(None)
+
+    def _tell_reached(self, steps: int) -> None:
+        waiting, self._reached = self._reached, []
+        for step, future in waiting:
+            if steps < step:
+                self._reached.append((step, future))
+            elif future.set_running_or_notify_cancel():
+                future.set_result(None)
 
     def _post(self, function: Callable[[EngineCore], T]) -> Future[T]:
         """Run a function on the engine's thread, between two steps."""
@@ -339,6 +350,23 @@ class EmbeddedEngine:
 
     async def finish_weight_update(self, weight_version: str) -> None:
         await self._call(lambda core: core.finish_update(weight_version))
+
+    async def hold_at(self, steps: Seq[int]) -> None:
+        """Do not go beyond engine step ``steps[i]`` (``steps_total``) before the i-th update from now has come.
+
+        For repeating a recorded run: its updates then fall where they fell.
+        """
+        await self._call(lambda core: core.stops.extend(steps))
+
+    async def reach(self, step: int) -> None:
+        """Wait until engine step ``step`` is done; the caller sets the deadline."""
+        reached: Future[None] = Future()
+
+        def begin(core: EngineCore) -> None:
+            self._reached.append((step, reached))
+
+        await self._call(begin)
+        await asyncio.wrap_future(reached)
 
     async def weight_version(self) -> str:
         return await self._call(lambda core: core.version)

@@ -1,0 +1,98 @@
+"""Rules that end a run: a metric has left its bounds.
+
+Owns: watching the metrics of steps and evaluations, the verdict and its evidence.
+Refuses: ending anything itself (``Control`` does, at the next step border).
+
+A rule takes the mean of a metric over its last ``window`` values, those of earlier starts of the run included, once
+there are so many.  ``rollback`` names a checkpoint from before the window began: the run ends, and the same command
+goes on from there.
+
+>>> rule = RuleSettings(metric="reward/avg_raw_reward", below=0.1, window=2)
+>>> verdict(rule, [0.5, 0.2]), verdict(rule, [0.1, 0.05])
+(None, 'reward/avg_raw_reward was 0.075 over the last 2 values, below 0.1')
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from slipstream.config.settings import RuleSettings
+from slipstream.ledger import Ledger
+from slipstream.trainers.callbacks import Callback, Control, StepInfo
+from slipstream.trainers.checkpoint import CheckpointStore
+
+
+def verdict(rule: RuleSettings, values: Sequence[float]) -> str | None:
+    """Why the run has to end, or None."""
+    if len(values) < rule.window:
+        return None
+    mean = fmean(list(values)[-rule.window :])
+    if rule.above is not None and mean > rule.above:
+        bound = f"above {rule.above:g}"
+    elif rule.below is not None and mean < rule.below:
+        bound = f"below {rule.below:g}"
+    else:
+        return None
+    over = "" if rule.window == 1 else f" over the last {rule.window} values"
+    return f"{rule.metric} was {mean:.4g}{over}, {bound}"
+
+
+class RuleKeeper(Callback):
+    """Watches the rules of a run."""
+
+    def __init__(self, rules: Sequence[RuleSettings], ledger: Ledger, store: CheckpointStore) -> None:
+        self.rules = tuple(rules)
+        self._ledger, self._store = ledger, store
+        longest = max((rule.window for rule in rules), default=1)
+        self._values: dict[str, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=longest))
+
+    def on_train_start(self, info: StepInfo, control: Control) -> None:
+        if not self.rules:
+            return
+        for row in self._ledger.reader.metrics("train"):
+            if row.step <= info.step:
+                self._note(row.values, row.step)
+        for event in self._ledger.reader.events("eval", live_only=True):
+            if event.step is not None and event.step <= info.step:
+                self._note(event.data["scores"], event.step)
+
+    def on_step_end(self, info: StepInfo, control: Control) -> None:
+        if info.phase == "rl":
+            self._judge(info, control)
+
+    def on_eval_end(self, info: StepInfo, control: Control) -> None:
+        self._judge(StepInfo(info.phase, info.step, info.total_steps, _only_eval(info.metrics)), control)
+
+    def _note(self, metrics: Mapping[str, float], step: int) -> None:
+        for name in {rule.metric for rule in self.rules} & metrics.keys():
+            self._values[name].append((step, float(metrics[name])))
+
+    def _judge(self, info: StepInfo, control: Control) -> None:
+        self._note(info.metrics, info.step)
+        for rule in self.rules:
+            if rule.metric not in info.metrics:
+                continue
+            seen = list(self._values[rule.metric])
+            why = verdict(rule, [value for _, value in seen])
+            if why is None:
+                continue
+            self._ledger.event("rule", step=info.step, rule=rule, verdict=why)
+            if rule.action == "stop":
+                control.stop(f"rule: {why}")
+                continue
+            target = rule.to or self._before(seen[-rule.window][0])
+            if target is None or target not in self._store.names():
+                control.stop(f"rule: {why}; there is no checkpoint {target or 'from before'} to go back to")
+            else:
+                control.roll_back(target, f"rule: {why}; going back to {target}")
+
+    def _before(self, step: int) -> str | None:
+        """The newest checkpoint from before this step."""
+        names = [name for name in self._store.names() if name.startswith("rl-") and int(name[3:]) < step]
+        return max(names, default=None)
+
+
+def _only_eval(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if name.startswith("eval/")}
