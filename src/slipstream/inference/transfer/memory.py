@@ -22,6 +22,7 @@ import os
 import re
 
 import numpy as np
+import psutil
 
 from slipstream.errors import InferenceError
 from slipstream.inference.transfer.raw import Bytes
@@ -48,6 +49,10 @@ class Segment:
         """
         if not hasattr(os, "memfd_create"):
             raise InferenceError("shared memory needs Linux; use the disk transport")
+        free = psutil.virtual_memory().available
+        if size > free:
+            # The kernel would hand out pages until it has to kill somebody: an anonymous file has no quota.
+            raise InferenceError(f"cannot reserve {size} bytes of shared memory: {free} are available")
         descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(descriptor, 0, size)
