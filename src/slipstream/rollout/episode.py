@@ -40,6 +40,7 @@ from slipstream.rollout.renderer import Renderer, TemplateError
 from slipstream.rollout.rows import RowBuilder
 from slipstream.rollout.types import GroupTask, OnEvent, TurnCompleted, sampling_spec
 from slipstream.trajectory import (
+    KEPT_SETS,
     Cancelled,
     Completed,
     Failed,
@@ -48,6 +49,7 @@ from slipstream.trajectory import (
     Reward,
     Row,
     SampleKey,
+    SideChannel,
     Span,
     Trajectory,
     Truncated,
@@ -75,6 +77,8 @@ class Services:
     model: str = "policy"
     tell: OnEvent | None = None
     """Told of completed turns (with the environment's snapshot, where it gives one)."""
+    routed_experts: bool = False
+    """Ask the engine for the experts of every token, for routing replay."""
 
 
 @dataclass(frozen=True)
@@ -305,8 +309,9 @@ class Episode:
             made = sum(len(part.token_ids) for part in parts)
             result = await self._ask(turn, builder, budget - made, part=len(parts) + idle)
             if result.token_ids:
-                spans.append(self._span(turn, result))
-                builder.add(spans[-1])
+                builder.add(self._span(turn, result))
+                self._note_routes(turn, result, builder)
+                spans.append(builder.last)
                 parts.append(result)
             elif result.finish_reason == "abort":
                 idle += 1
@@ -342,6 +347,9 @@ class Episode:
             session_id=job.trajectory_id,
             group_id=job.task.group_id,
             cache_salt=services.cache_salt,
+            # What the update has to replay; an evaluation is never trained on.
+            kept_sets=self._spec.cut and not job.task.eval,
+            routed_experts=services.routed_experts and not job.task.eval,
         )
         services.meter.asked()
         try:
@@ -357,11 +365,24 @@ class Episode:
 
     def _span(self, turn: int, result: GenerateResult) -> Span:
         try:
-            return Span.sampled(result.token_ids, result.logprobs, result.versions, self._spec, turn)
+            side: dict[str, SideChannel] = {}
+            if result.kept_sets is not None:
+                side[KEPT_SETS] = SideChannel(KEPT_SETS, "token", result.kept_sets)
+            return Span.sampled(result.token_ids, result.logprobs, result.versions, self._spec, turn, side)
         except ContractError as error:
             self._services.meter.refused += len(result.token_ids) if not self.job.task.eval else 0
             reason = f"turn {turn}: the engine's answer breaks the contract: {error}"
             raise _Stop(Failed("engine_contract", reason, retryable=False)) from error
+
+    def _note_routes(self, turn: int, result: GenerateResult, builder: RowBuilder) -> None:
+        """Keep the experts of everything that was fed: the row's tokens but the newest."""
+        routes = result.routed_experts
+        if routes is None:
+            return
+        if len(routes) != len(builder.ids) - 1:
+            reason = f"turn {turn}: experts of {len(routes)} tokens for {len(builder.ids) - 1} that were fed"
+            raise _Stop(Failed("engine_contract", reason, retryable=False))
+        builder.note_routes(routes)
 
     def _text(self, parts: list[GenerateResult]) -> str:
         if len(parts) == 1:

@@ -91,6 +91,7 @@ class TurnGenerator:
             these, since groups may be asked for one by one.
         waves: records exact mode's waves, or repeats recorded ones.
         record_turns: tell of completed turns of training groups, with snapshots of environments that give them.
+        routed_experts: ask the engine for the experts of every training token (``training.routing_replay``).
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class TurnGenerator:
         samples_per_step: int = 0,
         waves: WaveLog | None = None,
         record_turns: bool = False,
+        routed_experts: bool = False,
     ) -> None:
         self.engine, self.renderer, self.settings, self.seed = engine, renderer, settings, seed
         self.counters = EnvCounters()
@@ -118,7 +120,7 @@ class TurnGenerator:
         self.template: TemplateReport | None = None
         self._env_factory = env_factory
         self._engine_seconds, self._salted, self._model = engine_seconds, use_cache_salt, model
-        self._on_event, self._record_turns = on_event, record_turns
+        self._on_event, self._record_turns, self._routed_experts = on_event, record_turns, routed_experts
         self.gate = WaveGate(engine, engine_seconds, waves) if determinism == "exact" else None
         self._direct = DirectLine(engine, engine_seconds)
         self._order = itertools.count()
@@ -184,6 +186,7 @@ class TurnGenerator:
                 salt,
                 self._model,
                 self._on_event if self._record_turns and not task.eval else None,
+                routed_experts=self._routed_experts,
             )
             members = await together([self._sample(here, i, services, lines[i]) for i in range(task.n)])
         except BaseException:

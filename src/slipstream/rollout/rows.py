@@ -10,10 +10,14 @@ next -> ``apply(plan)`` (or drop it, when a budget forbids it) -> ... -> ``rows(
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from slipstream.rollout.renderer import Extension, Renderer
-from slipstream.trajectory import Message, Origin, Row, Span
+from slipstream.trajectory import ROUTED_EXPERTS, Message, Origin, Row, SideChannel, Span
 
 
 class RowBuilder:
@@ -38,6 +42,26 @@ class RowBuilder:
         """Append a turn's span (SAMPLED or TARGET) to the current row."""
         self._spans.append(span)
         self.ids.extend(span.token_ids)
+
+    def note_routes(self, routes: npt.NDArray[np.int16]) -> None:
+        """Attach the experts of the row's inputs, ``(tokens fed, layers, top-k)``, to every span that lacks them.
+
+        A token gets those of the input that predicts it, the one before; nothing predicts a row's first token.
+        """
+        at = self._fork_point
+        for i, span in enumerate(self._spans):
+            if ROUTED_EXPERTS not in span.side:
+                fed = np.arange(at, at + len(span)) - 1
+                values = routes[np.maximum(fed, 0)].copy()
+                values[fed < 0] = -1
+                channel = SideChannel(ROUTED_EXPERTS, "token", values)
+                self._spans[i] = replace(span, side={**span.side, ROUTED_EXPERTS: channel})
+            at += len(span)
+
+    @property
+    def last(self) -> Span:
+        """The newest span."""
+        return self._spans[-1]
 
     @property
     def sampled_tokens(self) -> int:

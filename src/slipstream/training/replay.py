@@ -81,7 +81,8 @@ def kept_sets(rows: Sequence[BatchRow], layout: Layout, device: torch.device) ->
 def row_routes(row: BatchRow, layers: int, top_k: int) -> Routes | None:
     """``(T, layers, top-k)``: the experts of each input of a row, -1 where unknown; None for a row of given text.
 
-    Raises ``ContractError`` when a sampled row has no experts, misses some that matter, or has another model's.
+    Inputs of the context that the engine did not speak of route by themselves.  Raises ``ContractError`` when a sampled
+    row has no experts, lacks those that predict a trained token, or has another model's.
     """
     values = row.side_T.get(ROUTED_EXPERTS)
     if values is None:
@@ -98,10 +99,10 @@ def row_routes(row: BatchRow, layers: int, top_k: int) -> Routes | None:
             f"row {row.row_id}: experts of {out.shape[1]} layers and top-{out.shape[2]}, but the trained model has "
             f"{layers} layers and top-{top_k}; engine and trainer must hold the same model"
         )
-    used = int(np.flatnonzero(row.trained_T)[-1]) + 1 if row.n_trained else 0
-    if (out[:used] < 0).any():
-        at = int(np.flatnonzero((out[:used] < 0).any(axis=(1, 2)))[0])
-        raise ContractError(f"row {row.row_id}: the engine did not report the experts of input {at}")
+    if lost := np.flatnonzero((out < 0).any(axis=(1, 2)) & row.trained_T).tolist():
+        raise ContractError(
+            f"row {row.row_id}: the engine did not report the experts that predicted token {lost[0] + 1}"
+        )
     return out
 
 
