@@ -20,6 +20,7 @@ class Progress:
     sampler: dict[str, Any] | None = None
     schedule: dict[str, Any] | None = None
     rollouts: dict[str, Any] | None = None
+    update: dict[str, Any] | None = None
     evals: dict[str, dict[str, Any]] = field(default_factory=dict)
     seconds: float = 0.0
     peak_memory_gb: float = 0.0

@@ -228,11 +228,14 @@ class Run:
         rollouts.load_state_dict(progress.rollouts or {})
         if keeps_rollouts(settings):
             self.saver.open_journal(progress)
+        update = PolicyUpdate(parts.backend, settings.algorithm, parts.deadline)
+        if progress.update is not None:
+            update.load_state_dict(progress.update)
         hooks = Hooks(self._publish, self._save_rl, self._evaluate_rl, self._show, self._sampled_tokens)
         return Loop(
-            settings, schedule, rollouts, PolicyUpdate(parts.backend, settings.algorithm, parts.deadline), self.ledger,
-            hooks, version=version, books=TokenBooks(parts.generator, await self._sampled_tokens()),
-            callbacks=self.callbacks, control=self.control, watch=self._recorder,
+            settings, schedule, rollouts, update, self.ledger, hooks, version=version,
+            books=TokenBooks(parts.generator, await self._sampled_tokens()), callbacks=self.callbacks,
+            control=self.control, watch=self._recorder,
         )  # fmt: skip
 
     def _on_rollout_event(self, event: RolloutEvent) -> None:

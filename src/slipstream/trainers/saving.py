@@ -85,6 +85,7 @@ class Saver:
             progress.schedule = loop.schedule.state_dict()
             progress.sampler = loop.rollouts.sampler.state_dict()
             progress.rollouts = loop.rollouts.state_dict()
+            progress.update = loop.update.state_dict()
             lines = self._cut(progress.name, loop)
         state = {
             "progress": asdict(progress),
