@@ -29,7 +29,7 @@ def test_defaults_are_accepted():
         ({"loss_settings": {"clip_hgih": 0.3}}, "algorithm.loss_settings"),
         ({"loss_settings": {"clip_high": 0.3}}, "algorithm.loss_settings.clip_high"),
         ({"loss": "cross_entropy"}, "algorithm.loss"),
-        ({"advantage": "rloo", "normalize_by_std": True}, "algorithm.normalize_by_std"),
+        ({"advantage": "rloo", "normalize_by_std": False}, "algorithm.normalize_by_std"),
     ],
 )
 def test_contradictions_are_refused(algorithm, key):

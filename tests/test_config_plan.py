@@ -131,7 +131,6 @@ def test_total_steps_is_filled_for_schedules_that_need_it() -> None:
         (["rollout.sampling.min_p=0.1"], "rollout.sampling.min_p"),
         (["rollout.sampling.repetition_penalty=1.1"], "rollout.sampling.repetition_penalty"),
         (["rollout.sampling.temperature=0"], "rollout.sampling.temperature"),
-        (["rollout.samples_per_prompt=1"], "rollout.samples_per_prompt"),
         (["algorithm.kl_in=reward"], "algorithm.kl_coef"),
         (
             ["training.determinism=exact", "inference.engine=http", "inference.urls=[http://a:1]", "schedule.steps=0"],
@@ -196,11 +195,11 @@ def test_sampling_rules_hold_only_when_something_is_trained_by_rl() -> None:
 
 
 def test_all_errors_come_at_once() -> None:
-    plan = make_plan(settings("rollout.sampling.top_p=0.9", "rollout.samples_per_prompt=1"))
+    plan = make_plan(settings("rollout.sampling.top_p=0.9", "rollout.max_prompt_tokens=2048"))
     with pytest.raises(SettingsError) as caught:
         plan.raise_if_refused()
     assert "top_p" in str(caught.value)
-    assert "samples_per_prompt" in str(caught.value)
+    assert "max_prompt_tokens" in str(caught.value)
 
 
 def test_what_the_data_and_the_model_say_counts() -> None:
@@ -334,8 +333,16 @@ def test_bad_model_directories_are_named(tmp_path: Path) -> None:
 
 
 def test_the_rendered_plan_shows_figures_verdicts_and_refusals() -> None:
-    loaded = load_settings([], [*RUNNABLE, "trainer.train_batch_size=12", "rollout.samples_per_prompt=1"])
+    loaded = load_settings([], [*RUNNABLE, "trainer.train_batch_size=12", "rollout.max_prompt_tokens=2048"])
     text = plan_text(make_plan(loaded.settings, BUNDLED, notes=loaded.notes))
-    for part in ("prompts trained", "12", "KV cache", "trainer.train_batch_size", "mapped", "refused:", "at least 2"):
+    for part in (
+        "prompts trained",
+        "12",
+        "KV cache",
+        "trainer.train_batch_size",
+        "mapped",
+        "refused:",
+        "leaves no room",
+    ):
         assert part in text
     assert "unknown until" in plan_text(make_plan(settings()))

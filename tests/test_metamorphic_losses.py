@@ -6,7 +6,6 @@ by being registered.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -18,12 +17,10 @@ from algorithm_builders import (
     batch_row,
     finite_difference,
     full_spec,
-    group,
     inputs_of,
     per_row,
     prepared,
     random_batch,
-    sampled,
     trajectory,
 )
 from slipstream.algorithms import (
@@ -33,7 +30,6 @@ from slipstream.algorithms import (
     LossValues,
     MetricAccumulator,
     compile_batch,
-    compute_advantages,
     log_ratio,
     numpy_ops,
     objective,
@@ -41,20 +37,18 @@ from slipstream.algorithms import (
     reweigh,
     torch_ops,
 )
-from slipstream.algorithms.advantages import ADVANTAGES
 from slipstream.algorithms.kl import KL_ESTIMATORS
 from slipstream.algorithms.losses import LOSSES
 from slipstream.algorithms.reduce import REDUCTIONS, reduction_spec
 from slipstream.config.settings import AlgorithmSettings
-from slipstream.trajectory import Cancelled, Failed, Group, Missing, Row, Span
+from slipstream.trajectory import Group
 
 ROW_LOSS = "sequence_ratio_for_tests"
 """A sequence-level ratio loss, so that unit ``row`` passes through the suite too."""
-LOSS_NAMES, ESTIMATOR_NAMES = [*LOSSES.names(), ROW_LOSS], ADVANTAGES.names()
+LOSS_NAMES = [*LOSSES.names(), ROW_LOSS]
 REDUCTION_SPECS = [reduction_spec(AlgorithmSettings(reduction=name, reduction_tokens=8)) for name in REDUCTIONS]
 every_loss = pytest.mark.parametrize("name", LOSS_NAMES)
 every_reduction = pytest.mark.parametrize("reduction", REDUCTION_SPECS, ids=lambda spec: spec.name)
-every_estimator = pytest.mark.parametrize("estimator", ESTIMATOR_NAMES)
 every_loss_and_every_reduction = pytest.mark.parametrize(
     ("name", "reduction"),
     [pytest.param(name, "sequence_mean", id=name) for name in LOSS_NAMES]
@@ -199,106 +193,6 @@ def test_padding_either_side_changes_nothing(name, reduction):
 
     wide = Batch(reweigh([padded(row, i, 3 - i % 3) for i, row in enumerate(batch.rows)], reduction))
     assert_same(evaluate(batch, spec, logprobs), evaluate(wide, spec, logprobs))
-
-
-def groups() -> list[Group]:
-    return [group("a", [1, 0, 1], tokens=3), group("b", [0, 0], tokens=1), group("c", [1.5, 0, -1], tokens=2)]
-
-
-def trained_arrays(pool, estimator, reduction, **options):
-    settings = AlgorithmSettings(advantage=estimator)
-    batch = compile_batch(pool, compute_advantages(pool, settings), reduction, **options)
-    return {
-        row.row_id: (
-            row.targets_T[row.trained_T].tolist(),
-            row.weights_T[row.trained_T].tolist(),
-            row.advantages_T[row.trained_T].tolist(),
-            row.behaviour_logprobs_T[row.trained_T].tolist(),
-        )
-        for row in batch.rows
-    }
-
-
-@every_estimator
-@every_reduction
-def test_permuting_groups_and_members_changes_nothing(estimator, reduction):
-    want = trained_arrays(groups(), estimator, reduction)
-    for order in itertools.permutations(range(3)):
-        pool = [replace(g, members=g.members[::-1]) for g in (groups()[i] for i in order)]
-        got = trained_arrays(pool, estimator, reduction)
-        assert got.keys() == want.keys()
-        for row, arrays in got.items():
-            for a, b in zip(arrays, want[row], strict=True):
-                assert a == pytest.approx(b, rel=1e-12)
-
-
-@every_estimator
-@every_reduction
-@pytest.mark.parametrize("reward", [0.0, 1.0, 1e6, -1e6, Missing("not a number")])
-@pytest.mark.parametrize("outcome", [Failed("env_raised", "x", True), Cancelled("x"), None])
-def test_an_invalid_member_changes_nothing_whatever_its_reward(estimator, reduction, reward, outcome):
-    if outcome is None and not isinstance(reward, Missing):
-        reward = Missing("unscored")
-    pool = groups()
-    bad = trajectory("bad", reward, group="a", sample=9, tokens=7, outcome=outcome)
-    pool[0] = Group("a", "p", 4, (*pool[0].members[:1], bad, *pool[0].members[1:]))
-    assert trained_arrays(pool, estimator, reduction) == trained_arrays(groups(), estimator, reduction)
-
-
-@every_estimator
-@every_reduction
-def test_excluding_a_member_equals_never_weighing_it(estimator, reduction):
-    settings = AlgorithmSettings(advantage=estimator)
-    advantages = compute_advantages(groups(), settings)
-    left_out = compile_batch(groups(), advantages, reduction, excluded={"a-1"})
-    kept = [row for row in compile_batch(groups(), advantages, reduction).rows if row.trajectory_id != "a-1"]
-    for a, b in zip(left_out.rows, reweigh(kept, reduction), strict=True):
-        assert a.row_id == b.row_id
-        assert a.weights_T.tolist() == b.weights_T.tolist()
-
-
-@every_estimator
-@every_reduction
-def test_compacting_observations_changes_no_trained_array(estimator, reduction):
-    def pool(observation):
-        def member(i, reward):
-            middle = (Span.observation(observation, 0),) if observation else ()
-            rows = (Row((Span.prompt([1]), sampled([5, 6]), *middle, sampled([7]))),)
-            return trajectory(f"m{i}", reward, rows=rows, sample=i)
-
-        return [Group("g", "p", 2, (member(0, 1.0), member(1, 0.0)))]
-
-    want = trained_arrays(pool([]), estimator, reduction)
-    assert trained_arrays(pool([30]), estimator, reduction) == want
-    assert trained_arrays(pool([30, 31, 32, 33]), estimator, reduction) == want
-
-
-@every_estimator
-@pytest.mark.parametrize("size", range(1, 7))
-def test_advantages_of_a_group_sum_to_zero_for_every_size(estimator, size):
-    if not ADVANTAGES.get(estimator).group_relative:
-        pytest.skip("only group-relative estimators are centred")
-    rewards = np.random.default_rng(size).normal(size=size).tolist()
-    values = compute_advantages([group("g", rewards)], AlgorithmSettings(advantage=estimator)).values()
-    assert math.fsum(values) == pytest.approx(0, abs=1e-9)
-
-
-@every_reduction
-def test_a_trajectory_in_several_rows_weighs_as_one_in_one_row(reduction):
-    whole = [batch_row("a", [1] * 6, trajectory_id="t"), batch_row("b", [1] * 2)]
-    forked = [
-        batch_row("a0", [1] * 4, trajectory_id="t"),
-        batch_row("a1", [0, 1, 1], trajectory_id="t"),
-        batch_row("b", [1] * 2),
-    ]
-
-    def total(rows):
-        out: dict[str, float] = {}
-        for row in reweigh(rows, reduction):
-            out[row.trajectory_id] = out.get(row.trajectory_id, 0.0) + row.weights_T.sum()
-        return out
-
-    assert total(forked) == pytest.approx(total(whole))
 
 
 def partitions(items):

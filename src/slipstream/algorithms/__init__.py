@@ -5,13 +5,16 @@ Refuses: models, processes, HTTP.  Imports without torch; losses run on torch an
 
     result = apply_filters(groups, algorithm, rollout)               # who is trained, and why not
     advantages = compute_advantages(result.groups, algorithm)        # voters only
-    batch = compile_batch(result.groups, advantages, algorithm.reduction, excluded=result.excluded)
+    reduction = reduction_spec(algorithm)
+    batch = compile_batch(result.groups, advantages, reduction, excluded=result.excluded, copies=result.copies)
     backend.forward_backward("policy", batch, loss_spec(algorithm))  # sums; weights contain 1/denominator
 """
 
+from slipstream.algorithms import estimators as _estimators  # noqa: F401  (registers the bundled ones)
 from slipstream.algorithms.advantages import (
     ScoredGroup,
     compute_advantages,
+    critic_targets,
     register_advantage,
     rewards_with_kl,
     scalar_advantage,
@@ -27,6 +30,7 @@ from slipstream.algorithms.filters import (
     apply_filters,
     dispositions,
     register_filter,
+    stand_ins,
     token_split,
 )
 from slipstream.algorithms.kl import apply_kl_to_rewards, entropy_from_logits, kl_values
@@ -41,7 +45,7 @@ from slipstream.algorithms.objective import (
 )
 from slipstream.algorithms.ops import Ops, numpy_ops, torch_ops
 from slipstream.algorithms.recursions import gae_compacted, returns_compacted
-from slipstream.algorithms.reduce import register_reduction, reweigh, token_weights
+from slipstream.algorithms.reduce import ReductionSpec, reduction_spec, register_reduction, reweigh, token_weights
 
 __all__ = [
     "Batch",
@@ -56,12 +60,14 @@ __all__ = [
     "MetricAccumulator",
     "Minibatch",
     "Ops",
+    "ReductionSpec",
     "ScoredGroup",
     "apply_filters",
     "apply_kl_to_rewards",
     "check_algorithm",
     "compile_batch",
     "compute_advantages",
+    "critic_targets",
     "dispositions",
     "entropy_from_logits",
     "gae_compacted",
@@ -71,6 +77,7 @@ __all__ = [
     "loss_spec",
     "numpy_ops",
     "objective",
+    "reduction_spec",
     "register_advantage",
     "register_filter",
     "register_loss",
@@ -82,6 +89,7 @@ __all__ = [
     "run_prepass",
     "scalar_advantage",
     "split_minibatches",
+    "stand_ins",
     "token_rewards",
     "token_split",
     "token_weights",

@@ -1,11 +1,14 @@
 """Advantages: from groups with validity to one number per trajectory or per sampled token.
 
-Owns: placing rewards on tokens, the estimator contract and registry, ``grpo`` and ``rloo``.
-Refuses: inferring a group from a position, counting an absent member, masks, denominators.
+Owns: placing rewards on tokens, the estimator contract and registry, whitening over a step, a critic's targets.
+Refuses: formulas (``estimators``), inferring a group from a position, counting an absent member, masks, denominators.
 
 An estimator is a function ``(groups, settings) -> {trajectory id: advantage}`` over ``ScoredGroup`` objects.
 It sees *voters* only: failed, cancelled, unscored and zero-length members are absent, never a zero, so no
 reward of theirs can matter.  An advantage is a number, or an array ``(S,)`` over the trajectory's sampled tokens.
+
+What an estimator ``needs`` besides rewards (``values``, ``teacher_logprobs``, ``behaviour_logprobs``, or the name of
+any token-aligned side channel) comes per sampled token: given to ``compute_advantages``, or read from the spans.
 
 An estimator of your own:
 
@@ -19,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,9 +30,10 @@ import numpy as np
 from slipstream.algorithms.batch import Batch, FloatArray
 from slipstream.algorithms.compile import Advantage
 from slipstream.algorithms.kl import apply_kl_to_rewards
-from slipstream.algorithms.registry import Registry
+from slipstream.algorithms.recursions import gae_compacted
+from slipstream.algorithms.registry import Registry, did_you_mean
 from slipstream.config.settings import AlgorithmSettings
-from slipstream.errors import ContractError
+from slipstream.errors import ContractError, SettingsError
 from slipstream.trajectory import Group, Missing, Trajectory
 
 
@@ -63,21 +67,49 @@ def token_rewards(trajectory: Trajectory) -> FloatArray:
     return out
 
 
+def sampled_array(trajectory: Trajectory, name: str) -> FloatArray | None:
+    """``(S,)``: a per-token array that the sampled spans carry; None when one of them does not.
+
+    ``behaviour_logprobs`` are the sampler's own log-probs; any other name is a token-aligned side channel.
+    """
+    pieces: list[FloatArray] = []
+    for span in trajectory.sampled_spans():
+        if name == "behaviour_logprobs":
+            values: Any = span.logprobs
+        else:
+            channel = span.side.get(name)
+            values = channel.values if channel is not None and channel.align == "token" else None
+        if values is None or isinstance(values, Missing):
+            return None
+        pieces.append(np.asarray(values, dtype=np.float64))
+    return np.concatenate(pieces) if pieces else np.zeros(0)
+
+
+Arrays = Mapping[str, FloatArray]
+"""``(S,)`` by trajectory id."""
+
+
 @dataclass(frozen=True)
 class ScoredGroup:
-    """One group as estimators see it: its voters, and their token rewards ``(S,)`` by trajectory id."""
+    """One group as estimators see it: its voters, their token rewards ``(S,)`` by trajectory id, further arrays."""
 
     group: Group
-    rewards: Mapping[str, FloatArray]
+    rewards: Arrays
+    arrays: Mapping[str, Arrays] = field(default_factory=dict)
+    """What the estimator needs besides: by name, then ``(S,)`` by trajectory id."""
 
     @property
     def voters(self) -> tuple[Trajectory, ...]:
         """Members that count, in order."""
         return self.group.voters
 
+    def voter_rewards(self) -> dict[str, FloatArray]:
+        """Token rewards ``(S,)`` of each voter, in order."""
+        return {m.trajectory_id: self.rewards[m.trajectory_id] for m in self.voters}
+
     def scores(self) -> dict[str, float]:
         """Each voter's total reward; summed exactly (``fsum``), so equal rewards give equal scores."""
-        return {m.trajectory_id: math.fsum(self.rewards[m.trajectory_id]) for m in self.voters}
+        return {tid: math.fsum(rewards) for tid, rewards in self.voter_rewards().items()}
 
 
 EstimatorFunction = Callable[[Sequence[ScoredGroup], Mapping[str, Any]], Mapping[str, Advantage]]
@@ -85,88 +117,80 @@ EstimatorFunction = Callable[[Sequence[ScoredGroup], Mapping[str, Any]], Mapping
 
 @dataclass(frozen=True)
 class Estimator:
-    """A registered estimator; ``group_relative`` ones give a lone voter no signal and need >= 2 samples."""
+    """A registered estimator.
+
+    ``group_relative`` ones give a lone voter no signal and need >= 2 samples; ``whitens`` says whether advantages are
+    whitened over the step unless ``algorithm.normalize_batch`` says otherwise; ``uses_rewards`` is False for those
+    that learn from elsewhere.  ``formula``, ``source`` and ``use`` are for ``explain`` and the documentation.
+    """
 
     name: str
     function: EstimatorFunction
-    group_relative: bool
-    defaults: Mapping[str, Any]
+    group_relative: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    whitens: bool = False
+    uses_rewards: bool = True
+    formula: str = ""
+    source: str = ""
+    use: str = ""
+
+    def settings(self, algorithm: AlgorithmSettings) -> dict[str, Any]:
+        """Its defaults under the fields of the same name and ``advantage_settings``; unknown keys are refused."""
+        known = type(algorithm).model_fields
+        own = [name for name in self.defaults if name not in known]
+        for key in algorithm.advantage_settings:
+            if key in known:
+                raise SettingsError(f"{key!r} has a setting of its own: set algorithm.{key}")
+            if key not in own:
+                raise SettingsError(f"estimator {self.name!r} has no setting {key!r}.{did_you_mean(key, sorted(own))}")
+        fields = {name: getattr(algorithm, name) for name in self.defaults if name in known}
+        return {**self.defaults, **fields, **algorithm.advantage_settings}
 
 
-ADVANTAGES: Registry[Estimator] = Registry("advantage estimator")
+ADVANTAGES: Registry[Estimator] = Registry("advantage estimator", wrap=Estimator)
 
 
 def register_advantage(
-    name: str, *, group_relative: bool = True, defaults: Mapping[str, Any] | None = None
+    name: str,
+    *,
+    group_relative: bool = True,
+    defaults: Mapping[str, Any] | None = None,
+    needs: tuple[str, ...] = (),
+    whitens: bool = False,
+    uses_rewards: bool = True,
+    formula: str = "",
+    source: str = "",
+    use: str = "",
 ) -> Callable[[EstimatorFunction], EstimatorFunction]:
     """Decorator that registers an estimator; a default named like a field of ``AlgorithmSettings`` is read there."""
 
     def add(function: EstimatorFunction) -> EstimatorFunction:
-        ADVANTAGES.add(name, Estimator(name, function, group_relative, dict(defaults or {})))
+        made = Estimator(
+            name, function, group_relative, dict(defaults or {}), needs, whitens, uses_rewards, formula, source, use
+        )
+        ADVANTAGES.add(name, made)
         return function
 
     return add
-
-
-def centred(scores: Sequence[float]) -> list[float]:
-    """Scores minus their mean; exactly 0 everywhere when all are equal."""
-    if not scores or min(scores) == max(scores):
-        return [0.0] * len(scores)
-    mean = math.fsum(scores) / len(scores)
-    return [score - mean for score in scores]
-
-
-@register_advantage("grpo", defaults={"normalize_by_std": True, "std_eps": 1e-6})
-def grpo(groups: Sequence[ScoredGroup], settings: Mapping[str, Any]) -> dict[str, Advantage]:
-    """``(s - mean) / (std + eps)`` over the group's voters, ``std`` with ddof 1 (GRPO, 2402.03300).
-
-    Without ``normalize_by_std`` only the mean is taken off (Dr. GRPO, 2503.20783).  The variance is two-pass;
-    a constant group gives exactly 0, and so does a lone voter, which has no baseline.
-    """
-    out: dict[str, Advantage] = {}
-    for group in groups:
-        scores = group.scores()
-        deviations = centred(list(scores.values()))
-        scale = 1.0
-        if settings["normalize_by_std"] and len(deviations) > 1:
-            variance = math.fsum(d * d for d in deviations) / (len(deviations) - 1)
-            scale = math.sqrt(variance) + settings["std_eps"]
-        out.update(zip(scores, (d / scale for d in deviations), strict=True))
-    return out
-
-
-@register_advantage("rloo")
-def rloo(groups: Sequence[ScoredGroup], settings: Mapping[str, Any]) -> dict[str, Advantage]:
-    """``s_i - mean of the other voters' s``, which is ``(s_i - mean) n / (n - 1)`` (RLOO, 2402.14740).
-
-    A lone voter has nobody to be compared with and gets 0.
-    """
-    out: dict[str, Advantage] = {}
-    for group in groups:
-        scores = group.scores()
-        n = len(scores)
-        scale = n / (n - 1) if n > 1 else 0.0
-        out.update(zip(scores, (d * scale for d in centred(list(scores.values()))), strict=True))
-    return out
 
 
 def compute_advantages(
     groups: Sequence[Group],
     settings: AlgorithmSettings,
     *,
-    rewards: Mapping[str, FloatArray] | None = None,
+    rewards: Arrays | None = None,
+    arrays: Mapping[str, Arrays] | None = None,
 ) -> dict[str, Advantage]:
     """The advantage of every voter of ``groups``, by trajectory id.
 
-    ``rewards`` replaces the trajectories' own token rewards (``rewards_with_kl``).  Raises ``SettingsError``
-    on an unknown estimator, ``ContractError`` when an estimator leaves a voter out, names a stranger, or
-    returns a number that is not finite or an array of the wrong length.
+    ``rewards`` replaces the trajectories' own token rewards (``rewards_with_kl``); ``arrays`` holds what the estimator
+    needs besides, by name and trajectory id (a critic's ``values``).  Raises ``SettingsError`` on an unknown
+    estimator or setting, ``ContractError`` when something needed is absent, and when an estimator leaves a voter out,
+    names a stranger, or returns a number that is not finite or an array of the wrong length.
     """
     estimator = ADVANTAGES.get(settings.advantage)
-    known = type(settings).model_fields
-    options = {
-        name: getattr(settings, name) if name in known else default for name, default in estimator.defaults.items()
-    }
+    options = estimator.settings(settings)
     scored: list[ScoredGroup] = []
     for group in groups:
         own: dict[str, FloatArray] = {}
@@ -174,20 +198,78 @@ def compute_advantages(
             if rewards is not None and member.trajectory_id not in rewards:
                 raise ContractError(f"{member.trajectory_id} votes but has no entry in the given rewards")
             own[member.trajectory_id] = token_rewards(member) if rewards is None else rewards[member.trajectory_id]
-        scored.append(ScoredGroup(group, own))
+        needed = {name: _needed(name, group.voters, (arrays or {}).get(name)) for name in estimator.needs}
+        scored.append(ScoredGroup(group, own, needed))
     result = dict(estimator.function(scored, options))
     sizes = {member.trajectory_id: member.sampled_tokens for group in groups for member in group.voters}
+    _check_result(settings.advantage, result, sizes)
+    whitens = estimator.whitens if settings.normalize_batch is None else settings.normalize_batch
+    return whitened(result, sizes) if whitens else result
+
+
+def _needed(name: str, voters: Sequence[Trajectory], given: Arrays | None) -> dict[str, FloatArray]:
+    out: dict[str, FloatArray] = {}
+    for member in voters:
+        tid = member.trajectory_id
+        values = sampled_array(member, name) if given is None else given.get(tid)
+        if values is None:
+            raise ContractError(f"the advantage estimator needs {name}, which {tid} does not have for every token")
+        values = np.asarray(values, dtype=np.float64)
+        if values.shape != (member.sampled_tokens,) or not np.all(np.isfinite(values)):
+            raise ContractError(f"{tid}: {name} must be {member.sampled_tokens} finite numbers, one per sampled token")
+        out[tid] = values
+    return out
+
+
+def _check_result(name: str, result: Mapping[str, Advantage], sizes: Mapping[str, int]) -> None:
     for wrong in sorted(set(result) ^ set(sizes)):
         what = "left out voter" if wrong in sizes else "named a stranger,"
-        raise ContractError(f"advantage estimator {settings.advantage!r} {what} {wrong}")
+        raise ContractError(f"advantage estimator {name!r} {what} {wrong}")
     for tid, value in result.items():
         array = np.asarray(value, dtype=np.float64)
         if array.shape not in ((), (sizes[tid],)) or not np.all(np.isfinite(array)):
             raise ContractError(
-                f"advantage estimator {settings.advantage!r}: {tid} got {value!r}; want a finite number, or "
+                f"advantage estimator {name!r}: {tid} got {value!r}; want a finite number, or "
                 f"{sizes[tid]} of them (one per sampled token)"
             )
-    return result
+
+
+VARIANCE_FLOOR = 1e-8
+"""Least variance that whitening divides by."""
+
+
+def whitened(advantages: Mapping[str, Advantage], sizes: Mapping[str, int]) -> dict[str, Advantage]:
+    """``(A - mean) / sqrt(max(var, 1e-8))`` over all sampled tokens of the step (``sizes`` per trajectory).
+
+    Tokens of voters only, so nothing else can enter.  The variance is two-pass with ddof 0, sums are exact, and equal
+    advantages everywhere give exactly 0.  A number counts once per token of its trajectory, and stays a number.
+    """
+    parts = [np.broadcast_to(np.asarray(value, dtype=np.float64), (sizes[tid],)) for tid, value in advantages.items()]
+    tokens = np.concatenate(parts) if parts else np.zeros(0)
+    if not len(tokens) or tokens.min() == tokens.max():
+        return {tid: value * 0.0 for tid, value in advantages.items()}
+    mean = math.fsum(tokens) / len(tokens)
+    variance = math.fsum((tokens - mean) ** 2) / len(tokens)
+    scale = math.sqrt(max(variance, VARIANCE_FLOOR))
+    return {tid: (value - mean) / scale for tid, value in advantages.items()}
+
+
+def critic_targets(
+    groups: Sequence[Group], settings: AlgorithmSettings, values: Arrays, *, rewards: Arrays | None = None
+) -> dict[str, FloatArray]:
+    """What a critic should have said: ``A + V`` per sampled token ``(S,)``, by trajectory id (1506.02438).
+
+    ``values`` are the critic's when advantages are computed; ``A`` is GAE with ``gamma`` and ``gae_lambda``, before
+    any whitening.
+    """
+    out: dict[str, FloatArray] = {}
+    for group in groups:
+        for tid, own in _needed("values", group.voters, values).items():
+            member = next(m for m in group.voters if m.trajectory_id == tid)
+            earned = token_rewards(member) if rewards is None else rewards[tid]
+            ones = np.ones(len(own))
+            out[tid] = own + gae_compacted(earned, own, ones, settings.gamma, settings.gae_lambda)
+    return out
 
 
 def scalar_advantage(value: Advantage) -> float:

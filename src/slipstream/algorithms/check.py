@@ -17,6 +17,7 @@ from typing import Any
 
 from slipstream.algorithms.advantages import ADVANTAGES
 from slipstream.algorithms.check_anchor import check_anchor
+from slipstream.algorithms.check_estimation import check_estimation
 from slipstream.algorithms.kl import KL_ESTIMATORS
 from slipstream.algorithms.losses import LOSSES, Loss
 from slipstream.algorithms.objective import LossSpec, PerRow
@@ -77,14 +78,13 @@ def check_algorithm(
 ) -> list[Problem]:
     """Every contradiction between these settings, errors and warnings, none raised."""
     problems = list(_check_names(settings))
-    pending = check_pending(settings)
     if not problems:
+        problems += check_pending(settings)
         problems += _check_loss(settings)
         problems += check_anchor(settings)
-        problems += _check_estimator(settings, samples_per_prompt)
+        problems += check_estimation(settings, samples_per_prompt=samples_per_prompt)
     problems += _check_kl(settings)
     problems += _check_sampling(sampling)
-    problems += pending
     if prompts_per_step is not None and settings.minibatches_per_step > prompts_per_step:
         problems.append(
             Problem(
@@ -144,22 +144,6 @@ def _check_loss(settings: AlgorithmSettings) -> Iterator[Problem]:
             f"{settings.loss} was derived for sequences that weigh the same; token_mean lets long ones dominate",
             "use reduction=sequence_mean",
             "warning",
-        )
-
-
-def _check_estimator(settings: AlgorithmSettings, samples_per_prompt: int) -> Iterator[Problem]:
-    estimator = ADVANTAGES.get(settings.advantage)
-    if estimator.group_relative and samples_per_prompt < 2:
-        yield Problem(
-            ("algorithm.advantage", "rollout.samples_per_prompt"),
-            f"{settings.advantage!r} compares the samples of one prompt; with one sample every advantage is 0",
-            "use rollout.samples_per_prompt >= 2",
-        )
-    if "normalize_by_std" in settings.model_fields_set and "normalize_by_std" not in estimator.defaults:
-        yield Problem(
-            ("algorithm.normalize_by_std", "algorithm.advantage"),
-            f"{settings.advantage!r} does not divide by a standard deviation, so this would do nothing",
-            "remove algorithm.normalize_by_std, or use grpo",
         )
 
 

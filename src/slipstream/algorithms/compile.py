@@ -16,13 +16,13 @@ position ``p`` of a row is target ``p - 1``, so a row's first token, which nothi
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from slipstream.algorithms.batch import Batch, BatchRow, FloatArray
-from slipstream.algorithms.reduce import reweigh
+from slipstream.algorithms.reduce import ReductionSpec, reweigh
 from slipstream.errors import ContractError
 from slipstream.trajectory import Group, Missing, Origin, SamplingSpec, Span, Trajectory, WeightVersion
 
@@ -70,17 +70,19 @@ def row_name(trajectory_id: str, index: int) -> str:
 def compile_batch(
     groups: Sequence[Group],
     advantages: Mapping[str, Advantage] | None,
-    reduction: str,
+    reduction: str | ReductionSpec,
     *,
     step: int = 0,
     mode: Mode = "policy",
     excluded: Collection[str] = frozenset(),
+    copies: Mapping[str, int] | None = None,
 ) -> Batch:
     """All rows to train in one optimiser step (or to score, with ``advantages=None``, which puts zeros).
 
     ``advantages`` has an entry for every voter that is trained (in mode ``likelihood`` it is ignored and each
     token's advantage is 1).  ``excluded`` names trajectories that a filter left out: they give no rows and
-    count in no denominator.  In mode ``likelihood`` members need no reward, only an outcome that votes.
+    count in no denominator.  ``copies`` says, by group id, how often a group stands in the step.  In mode
+    ``likelihood`` members need no reward, only an outcome that votes.
 
     Raises ``ContractError``: a missing, alien or non-finite advantage, one of the wrong length; a sampled token
     that nothing predicts; a row whose spans were sampled under different specs; greedy or truncated sampling.
@@ -91,6 +93,8 @@ def compile_batch(
             eligible = member.votes if mode == "policy" else member.outcome.votes
             if eligible and member.trajectory_id not in excluded:
                 rows.extend(_trajectory_rows(member, advantages, mode))
+    if copies:
+        rows = [replace(row, copies=copies.get(row.group_id, 1)) for row in rows]
     if mode == "policy" and advantages is not None:
         known = {m.trajectory_id for g in groups for m in g.voters}
         if alien := sorted(set(advantages) - known):
@@ -244,7 +248,7 @@ class Minibatch:
     rows: tuple[int, ...]
 
 
-def split_minibatches(batch: Batch, count: int, reduction: str) -> list[Minibatch]:
+def split_minibatches(batch: Batch, count: int, reduction: str | ReductionSpec) -> list[Minibatch]:
     """Cut a batch into at most ``count`` optimiser steps of whole groups, in order, and weigh each anew.
 
     Groups are spread as evenly as their number allows; with fewer groups than ``count`` there are fewer parts,

@@ -1,38 +1,41 @@
-"""Filters: which voters are left out of training, and why.
+"""Filters: which voters are left out of training, whose reward is changed by a rule, and why.
 
-Owns: the zero-variance filter, overlong filtering, zeroing the reward of cut-off answers; decisions with
-reasons, and what became of every member.  Refuses: dropping anything silently, touching baselines: a
-filtered trajectory keeps its vote.
+Owns: zero-variance and overlong filtering, zeroing the reward of cut-off answers, the soft overlong penalty, groups
+that stand in for others (dynamic sampling); decisions with reasons, and what became of every member.
+Refuses: dropping anything silently, touching baselines: a filtered trajectory keeps its vote.
 
-Every filter judges one group at a time by that group alone, so a step's pool gives the same decisions whether
-groups arrive together or one by one, in any order.
+Reward rules come first, then filters.  Every one of them judges one group at a time by that group alone, so a step's
+pool gives the same decisions whether groups arrive together or one by one, in any order.
 
     result = apply_filters(groups, settings.algorithm, settings.rollout)
     advantages = compute_advantages(result.groups, settings.algorithm)
-    batch = compile_batch(result.groups, advantages, reduction, excluded=result.excluded)
+    batch = compile_batch(result.groups, advantages, reduction, excluded=result.excluded, copies=result.copies)
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from slipstream.algorithms.advantages import ADVANTAGES
 from slipstream.algorithms.registry import Registry
+from slipstream.config.algorithm import OverlongSettings
+from slipstream.config.resolve import most_sampled_tokens
 from slipstream.config.settings import AlgorithmSettings, RolloutSettings
 from slipstream.errors import ContractError
-from slipstream.trajectory import Group, Trajectory, Truncated
+from slipstream.trajectory import Group, Reward, Trajectory, Truncated
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One trajectory is left out of training (``exclude``) or has its reward set to 0 (``zero_reward``).
+    """One trajectory is left out of training, has its reward set to 0, or is penalised (a further, negative reward).
 
     ``reason`` is a stable short name for the record; ``tokens`` is how many sampled tokens it concerns.
     """
 
-    action: Literal["exclude", "zero_reward"]
+    action: Literal["exclude", "zero_reward", "penalty"]
     reason: str
     group_id: str
     trajectory_id: str
@@ -40,7 +43,10 @@ class Decision:
 
 
 GroupFilter = Callable[[Group, AlgorithmSettings, RolloutSettings], Iterable[Decision]]
-FILTERS: Registry[GroupFilter] = Registry("filter")
+FILTERS: Registry[GroupFilter] = Registry("filter", wrap=lambda path, function: function)
+
+BUNDLED = ("zero_variance", "truncated")
+"""Filters that every run applies; each checks its own setting."""
 
 
 def register_filter(name: str) -> Callable[[GroupFilter], GroupFilter]:
@@ -105,12 +111,44 @@ def zero_rewards_of_cut_off(group: Group) -> tuple[Group, list[Decision]]:
     return (replace(group, members=tuple(members)) if decisions else group), decisions
 
 
+def overlong_penalty(tokens: int, limit: int, settings: OverlongSettings) -> float:
+    """``factor * clip((n - (L - b)) / b, 0, 1)``: 0 up to ``L - b`` sampled tokens, ``factor`` from ``L`` on."""
+    buffer = settings.buffer_tokens or max(1, limit // 5)
+    return settings.factor * min(max((tokens - (limit - buffer)) / buffer, 0.0), 1.0)
+
+
+def penalise_overlong(
+    group: Group, algorithm: AlgorithmSettings, rollout: RolloutSettings
+) -> tuple[Group, list[Decision]]:
+    """A copy of the group in which long answers carry a further reward ``overlong`` below 0 (DAPO, 2503.14476).
+
+    Lengths count the sampled tokens of all turns; the penalty lands on the last turn's last one.
+    """
+    limit = algorithm.overlong.max_tokens or most_sampled_tokens(rollout)
+    decisions: list[Decision] = []
+    members: list[Trajectory] = []
+    for member in group.members:
+        penalty = overlong_penalty(member.sampled_tokens, limit, algorithm.overlong) if member.votes else 0.0
+        if penalty > 0:
+            last = max(span.turn for span in member.sampled_spans() if span.turn is not None)
+            member = replace(member, rewards=(*member.rewards, Reward(last, -penalty, "overlong")))
+            decisions.append(
+                Decision("penalty", "overlong", group.group_id, member.trajectory_id, member.sampled_tokens)
+            )
+        members.append(member)
+    return (replace(group, members=tuple(members)) if decisions else group), decisions
+
+
 @dataclass(frozen=True)
 class FilterResult:
-    """``groups`` to estimate on (all of them, rewards possibly zeroed) and who is left out of training."""
+    """``groups`` to estimate on (all of them, rewards possibly changed by a rule) and who is left out of training.
+
+    ``copies`` says how often a group stands in the step, by id; a group that is not named stands in it once.
+    """
 
     groups: tuple[Group, ...]
     decisions: tuple[Decision, ...]
+    copies: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def excluded(self) -> dict[str, str]:
@@ -123,8 +161,8 @@ class FilterResult:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Trajectories by reason, zeroed rewards included."""
-        reasons = [d.reason for d in self.decisions if d.action == "zero_reward"] + list(self.excluded.values())
+        """Trajectories by reason, changed rewards included."""
+        reasons = [d.reason for d in self.decisions if d.action != "exclude"] + list(self.excluded.values())
         return {reason: reasons.count(reason) for reason in sorted(set(reasons))}
 
 
@@ -132,20 +170,24 @@ def apply_filters(
     groups: Sequence[Group],
     algorithm: AlgorithmSettings,
     rollout: RolloutSettings,
-    names: Sequence[str] = ("zero_variance", "truncated"),
+    names: Sequence[str] | None = None,
 ) -> FilterResult:
-    """Run the reward rule, then the named filters, over a step's groups.
+    """Run the reward rules, then the filters, over a step's groups.
 
-    ``names`` are registered filters; each checks its own setting.  Raises ``ContractError`` when a filter
-    excludes a member that does not vote (those are absent already, with their own reason).
+    ``names`` are registered filters or import paths; None is the bundled ones and ``algorithm.filters``.  Raises
+    ``ContractError`` when a filter excludes a member that does not vote (those are absent already, with their own
+    reason).
     """
-    filters = [FILTERS.get(name) for name in names]
+    filters = [FILTERS.get(name) for name in ((*BUNDLED, *algorithm.filters) if names is None else names)]
     kept: list[Group] = []
     decisions: list[Decision] = []
     for group in groups:
         if algorithm.zero_reward_on_non_stop:
             group, zeroed = zero_rewards_of_cut_off(group)
             decisions.extend(zeroed)
+        if algorithm.overlong.factor > 0:
+            group, penalised = penalise_overlong(group, algorithm, rollout)
+            decisions.extend(penalised)
         voters = {member.trajectory_id for member in group.voters}
         for judge in filters:
             for decision in judge(group, algorithm, rollout):
@@ -154,6 +196,21 @@ def apply_filters(
                 decisions.append(decision)
         kept.append(group)
     return FilterResult(tuple(kept), tuple(decisions))
+
+
+def stand_ins(result: FilterResult, prompts: int) -> FilterResult:
+    """Dynamic sampling ``replace``: groups that train stand in for missing ones until there are ``prompts`` of them.
+
+    Every good group stands in the step equally often, or once more: which ones is decided by a digest of their ids, so
+    neither order nor a random state matters.  A copy is no new sample: its tokens are computed once and weigh double.
+    """
+    excluded = result.excluded
+    good = [g.group_id for g in result.groups if any(m.trajectory_id not in excluded for m in g.voters)]
+    if not good or len(good) >= prompts:
+        return result
+    often, more = divmod(prompts, len(good))
+    ranked = sorted(good, key=lambda group_id: hashlib.sha256(group_id.encode()).digest())
+    return replace(result, copies={group_id: often + (place < more) for place, group_id in enumerate(ranked)})
 
 
 def dispositions(groups: Sequence[Group], excluded: Mapping[str, str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ Owns: the list.  Refuses: anything else; a line goes away together with what it 
 
 from __future__ import annotations
 
+from slipstream.algorithms.advantages import ADVANTAGES
 from slipstream.config.algorithm import AlgorithmSettings
 from slipstream.config.problems import Problem
 
@@ -24,18 +25,7 @@ _PENDING: dict[str, tuple[str, ...]] = {
         "warmup_steps",
     ),
     "teacher": ("path", "dtype", "urls"),
-    "overlong": ("factor", "max_tokens", "buffer_tokens"),
     "dynamic_sampling": ("kind", "max_rounds", "min_good_fraction"),
-    "": (
-        "baseline",
-        "gamma",
-        "gae_lambda",
-        "normalize_batch",
-        "advantage_settings",
-        "reduction_tokens",
-        "filters",
-        "preset",
-    ),
 }
 """Names of settings by section below ``algorithm``."""
 
@@ -50,4 +40,6 @@ def check_pending(settings: AlgorithmSettings) -> list[Problem]:
             if getattr(given, name) != getattr(default, name):
                 key = ".".join(part for part in ("algorithm", section, name) if part)
                 found.append(Problem((key,), "is not honoured yet", "leave it at its default"))
+    if "values" in ADVANTAGES.get(settings.advantage).needs:
+        found.append(Problem(("algorithm.advantage",), "no critic is trained yet", "use grpo, rloo or reinforce_pp"))
     return found

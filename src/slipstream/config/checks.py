@@ -14,12 +14,9 @@ from dataclasses import dataclass
 from slipstream.config.algorithm import OffPolicySettings
 from slipstream.config.facts import ModelFacts
 from slipstream.config.problems import Problem
-from slipstream.config.resolve import optimizer_steps, prompts_drawn
+from slipstream.config.resolve import most_sampled_tokens, optimizer_steps, prompts_drawn
 from slipstream.config.schedule_checks import check_schedule
 from slipstream.config.settings import RunSettings, SamplingSettings
-
-GROUP_ESTIMATORS = ("grpo", "rloo")
-"""Estimators that compare the samples of one prompt."""
 
 
 @dataclass(frozen=True)
@@ -233,12 +230,15 @@ def _algorithm(settings: RunSettings, known: Known) -> Iterator[Problem]:
     algorithm = settings.algorithm
     if not _rl(settings):
         return
-    if settings.rollout.samples_per_prompt == 1 and algorithm.advantage in GROUP_ESTIMATORS:
-        yield Problem(
-            ("rollout.samples_per_prompt", "algorithm.advantage"),
-            f"{algorithm.advantage} compares the samples of a prompt; with one sample every advantage is 0",
-            "set rollout.samples_per_prompt to at least 2",
-        )
+    overlong, most = algorithm.overlong, most_sampled_tokens(settings.rollout)
+    if overlong.factor > 0 and overlong.max_tokens is not None:
+        buffer = overlong.buffer_tokens or max(1, overlong.max_tokens // 5)
+        if overlong.max_tokens - buffer >= most:
+            yield _warn(
+                ("algorithm.overlong.max_tokens", "rollout.sampling.max_tokens_per_turn"),
+                f"an answer has at most {most} tokens, and the penalty begins above {overlong.max_tokens - buffer}",
+                "lower it, or leave it null",
+            )
     if algorithm.kl_in == "reward" and algorithm.kl_coef == 0:
         yield Problem(
             ("algorithm.kl_in", "algorithm.kl_coef"),

@@ -17,7 +17,7 @@ from slipstream.config.checks import Known, check_settings
 from slipstream.config.facts import ModelFacts
 from slipstream.config.memory import MemoryPlan, estimate_memory
 from slipstream.config.problems import Problem
-from slipstream.config.resolve import optimizer_steps, prompts_drawn, resolve_settings
+from slipstream.config.resolve import most_sampled_tokens, optimizer_steps, prompts_drawn, resolve_settings
 from slipstream.config.settings import NO_LIMIT, RunSettings
 from slipstream.config.skyrl import Note
 from slipstream.errors import SettingsError
@@ -136,7 +136,6 @@ def _batch(settings: RunSettings) -> BatchPlan:
     rollout, algorithm = settings.rollout, settings.algorithm
     drawn, trained = prompts_drawn(settings), settings.schedule.prompts_per_step
     samples, rows = drawn * rollout.samples_per_prompt, trained * rollout.samples_per_prompt
-    turn_tokens = rollout.max_turns * rollout.sampling.max_tokens_per_turn
     groups = _ceil(trained, algorithm.minibatches_per_step)
     per_minibatch = groups * rollout.samples_per_prompt
     return BatchPlan(
@@ -147,7 +146,7 @@ def _batch(settings: RunSettings) -> BatchPlan:
         optimizer_steps=optimizer_steps(settings),
         groups_per_minibatch=groups,
         rows_per_minibatch=per_minibatch,
-        sampled_tokens=samples * min(turn_tokens, rollout.max_total_tokens - 1),
+        sampled_tokens=samples * most_sampled_tokens(rollout),
         trained_row_tokens=rows * rollout.max_total_tokens,
         microbatches_per_minibatch=_ceil(
             per_minibatch,

@@ -1,6 +1,7 @@
-"""Filling in what the settings leave to the data: run length and learning-rate schedule.
+"""Filling in what the settings leave open: run length, learning-rate schedule, lengths that follow from others.
 
-Owns: epochs into steps, ``optimizer.total_steps``.  Refuses: changing anything that was set.
+Owns: epochs into steps, ``optimizer.total_steps``, the constants that default to the most tokens a trajectory may
+sample.  Refuses: changing anything that was set.
 
 A trainer resolves once, when the number of training prompts is known, and reads only the result.
 
@@ -11,7 +12,7 @@ A trainer resolves once, when the number of training prompts is known, and reads
 
 from __future__ import annotations
 
-from slipstream.config.settings import NO_LIMIT, RunSettings
+from slipstream.config.settings import NO_LIMIT, AlgorithmSettings, RolloutSettings, RunSettings
 from slipstream.errors import SettingsError
 
 
@@ -26,12 +27,18 @@ def optimizer_steps(settings: RunSettings) -> int:
     return settings.algorithm.epochs_per_step * settings.algorithm.minibatches_per_step
 
 
+def most_sampled_tokens(rollout: RolloutSettings) -> int:
+    """The most tokens that the policy may sample in one trajectory; a prompt has at least one token."""
+    return min(rollout.max_turns * rollout.sampling.max_tokens_per_turn, rollout.max_total_tokens - 1)
+
+
 def resolve_settings(settings: RunSettings, n_train_rows: int | None = None) -> RunSettings:
     """Settings with a definite length.
 
     ``schedule.epochs`` passes over ``n_train_rows`` prompts become steps (rounded down, at least one; prompts
     that do not fill a last step are left); ``schedule.steps`` stays an upper bound.  Linear and cosine
-    schedules without ``total_steps`` get the run's optimiser steps.
+    schedules without ``total_steps`` get the run's optimiser steps.  Where they are used,
+    ``algorithm.reduction_tokens`` and the lengths of ``algorithm.overlong`` are filled in.
 
     Raises:
         SettingsError: epochs are the only limit and the number of rows is unknown or zero.
@@ -51,7 +58,21 @@ def resolve_settings(settings: RunSettings, n_train_rows: int | None = None) -> 
     return settings.model_copy(
         update={
             "schedule": schedule,
+            "algorithm": _lengths(settings.algorithm, settings.rollout),
             "training": settings.training.model_copy(update={"optimizer": rl}),
             "sft": settings.sft.model_copy(update={"optimizer": sft}),
         }
     )
+
+
+def _lengths(algorithm: AlgorithmSettings, rollout: RolloutSettings) -> AlgorithmSettings:
+    """Constants that are null because they follow from the rollout's limits."""
+    found: dict[str, object] = {}
+    if algorithm.reduction == "seq_mean_token_sum_norm" and algorithm.reduction_tokens is None:
+        found["reduction_tokens"] = most_sampled_tokens(rollout)
+    overlong = algorithm.overlong
+    if overlong.factor > 0:
+        limit = overlong.max_tokens or most_sampled_tokens(rollout)
+        buffer = overlong.buffer_tokens or max(1, limit // 5)
+        found["overlong"] = overlong.model_copy(update={"max_tokens": limit, "buffer_tokens": buffer})
+    return algorithm.model_copy(update=found) if found else algorithm

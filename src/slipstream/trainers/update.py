@@ -29,6 +29,7 @@ from slipstream.algorithms.filters import FilterResult
 from slipstream.algorithms.kl import kl_controller, kl_values
 from slipstream.algorithms.objective import LossSpec, Metric, merge_steps
 from slipstream.algorithms.ops import numpy_ops
+from slipstream.algorithms.reduce import reduction_spec
 from slipstream.config.settings import AlgorithmSettings
 from slipstream.errors import ContractError, DeadlineError
 from slipstream.training.protocol import TrainingBackend
@@ -66,6 +67,7 @@ class PolicyUpdate:
     def __init__(self, backend: TrainingBackend, settings: AlgorithmSettings, deadline: float) -> None:
         self.backend = backend
         self.settings = settings
+        self.reduction = reduction_spec(settings)
         self.deadline = deadline
         self.kl = kl_controller(settings)
         self._reward_kl: float | None = None
@@ -85,7 +87,14 @@ class PolicyUpdate:
         """
         settings = self.settings
         advantages = await self._advantages(filtered, step)
-        batch = compile_batch(filtered.groups, advantages, settings.reduction, step=step, excluded=filtered.excluded)
+        batch = compile_batch(
+            filtered.groups,
+            advantages,
+            self.reduction,
+            step=step,
+            excluded=filtered.excluded,
+            copies=filtered.copies,
+        )
         shown = {tid: scalar_advantage(value) for tid, value in advantages.items()}
         if batch.n_trained == 0:
             return UpdateResult({"policy/optimizer_steps": 0.0, "policy/refused_steps": 0.0}, 0, 0, shown)
@@ -94,7 +103,7 @@ class PolicyUpdate:
         logprobs: dict[str, dict[str, list[float]]] = {}
         applied = refused = trained = empty = 0
         for epoch in range(settings.epochs_per_step):
-            for part in split_minibatches(batch, settings.minibatches_per_step, settings.reduction):
+            for part in split_minibatches(batch, settings.minibatches_per_step, self.reduction):
                 if not any(row.weights_T.any() for row in part.batch.rows):
                     empty += 1
                     continue
@@ -121,7 +130,7 @@ class PolicyUpdate:
         settings = self.settings
         if settings.kl_in == "loss" or settings.kl_coef == 0:
             return compute_advantages(filtered.groups, settings)
-        everyone = compile_batch(filtered.groups, None, settings.reduction, step=step)
+        everyone = compile_batch(filtered.groups, None, self.reduction, step=step)
         own = await self._score("policy", everyone)
         ref = await self._score("reference", everyone)
         rewards = rewards_with_kl(filtered.groups, everyone, own, ref, self.kl.coef, settings.kl_estimator)
