@@ -152,7 +152,7 @@ class PolicyUpdate:
             flat = np.concatenate(lags)
             notes["lag_mean"] = Metric("mean", float(flat.sum()), float(len(flat)))
         if old is not None and all(np.isfinite(row.behaviour_logprobs_T[row.trained_T]).all() for row in batch.rows):
-            corrected = correct(batch, old, settings.off_policy, settings.reduction)
+            corrected = correct(batch, old, settings.off_policy, self.reduction)
             batch, notes = corrected.batch, notes | corrected.metrics
             spec = replace(spec, coefficients=corrected.coefficients)
         elif corrects(settings.off_policy):
