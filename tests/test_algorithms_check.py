@@ -40,17 +40,19 @@ def test_a_clip_for_a_loss_without_clipping_is_refused():
     assert "algorithm.clip_low" in keys({"loss": "cross_entropy", "clip_low": 0.1})
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"repetition_penalty": 1.2}],
-)
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"repetition_penalty": 1.2}])
 def test_sampling_that_the_trainer_cannot_score_is_refused(sampling):
     (name,) = sampling
     assert keys({}, sampling) == [f"rollout.sampling.{name}"]
 
 
+@pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}])
+def test_truncated_sampling_is_replayed_and_not_refused(sampling):
+    assert keys({}, sampling) == []
+
+
 def test_a_truncating_sampler_would_bias_every_ratio_by_the_kept_mass():
-    # Why the refusal above exists: p = [.5, .3, .15, .05], top-p keeps two (mass .8).
+    # Why kept sets are replayed: p = [.5, .3, .15, .05], top-p keeps two (mass .8).
     p = np.array([0.5, 0.3, 0.15, 0.05])
     engine = np.log(p[0] / p[:2].sum())
     assert np.exp(np.log(p[0]) - engine) == pytest.approx(0.8)

@@ -192,12 +192,10 @@ def _check_sampling(sampling: SamplingSettings) -> Iterator[Problem]:
             "greedy samples have no distribution to score and cannot be trained on",
             "use a temperature > 0 (1.0 is usual); eval.sampling may be greedy",
         )
-    neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-    for key, off in neutral.items():
-        if getattr(sampling, key) != off:
-            yield Problem(
-                (f"rollout.sampling.{key}",),
-                f"{key}={getattr(sampling, key)} makes the sampler draw from another distribution than the trainer "
-                "scores, and kept sets are not replayed, so every ratio would be wrong",
-                f"use {key}={off} for training; eval.sampling may truncate",
-            )
+    if sampling.repetition_penalty != 1:
+        yield Problem(
+            ("rollout.sampling.repetition_penalty",),
+            f"repetition_penalty={sampling.repetition_penalty} makes the sampler draw from another distribution than "
+            "the trainer scores, since a penalty depends on the tokens before; every ratio would be wrong",
+            "use repetition_penalty=1 for training; eval.sampling may penalise",
+        )

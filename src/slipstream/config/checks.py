@@ -38,6 +38,7 @@ def check_settings(settings: RunSettings, known: Known | None = None) -> list[Pr
         _lengths,
         _context,
         _training_sampling,
+        _routing_replay,
         _evaluation,
         _algorithm,
         _trainer,
@@ -189,18 +190,69 @@ def _training_sampling(settings: RunSettings, known: Known) -> Iterator[Problem]
     if not _rl(settings):
         return
     cut = truncations(sampling)
-    if cut:
+    if "repetition_penalty" in cut:
         yield Problem(
-            tuple(f"rollout.sampling.{name}" for name in cut),
-            "training samples would come from a truncated or penalised distribution, which the update cannot score: "
-            "the kept set is not replayed in this release",
+            ("rollout.sampling.repetition_penalty",),
+            "a penalty depends on the tokens before, so the update would score another distribution than was sampled",
             "switch it off for training (eval.sampling may use it)",
         )
+        cut.remove("repetition_penalty")
+    if cut:
+        yield from _sampler_replay(settings, tuple(f"rollout.sampling.{name}" for name in cut))
     if sampling.temperature == 0:
         yield Problem(
             ("rollout.sampling.temperature",),
             "greedy samples cannot be trained on: the group would be one sample, and its ratio is not defined",
             "use a temperature above 0 (eval.sampling.temperature=0 is fine)",
+        )
+
+
+def _sampler_replay(settings: RunSettings, cut: tuple[str, ...]) -> Iterator[Problem]:
+    """The kept sets of a truncated sampler have to come back from the engine."""
+    if settings.rollout.generator is not None:
+        yield _warn(
+            ("rollout.generator", *cut),
+            "samples come from a truncated distribution; a generator of your own has to return the kept sets itself",
+            "give each SAMPLED span its side channel kept_sets, or switch the truncation off",
+        )
+    if settings.inference.engine == "http":
+        evaluated = bool(settings.data.eval) and (
+            settings.eval.before or settings.eval.after or settings.eval.every_steps
+        )
+        for who, sampling, used in (
+            ("rollout", settings.rollout.sampling, True),
+            ("eval", settings.eval.sampling, evaluated),
+        ):
+            if used and (sampling.top_k == -1 or sampling.temperature == 0):
+                yield Problem(
+                    (f"{who}.sampling.top_k", f"{who}.sampling.temperature", *cut),
+                    "vLLM returns kept sets (--return-sampling-mask) only where every request has top_k > 0 and a "
+                    "temperature above 0",
+                    f"set {who}.sampling.top_k and a temperature, or switch the truncation of training off",
+                )
+    elif settings.rollout.sampling.top_k == -1:
+        yield _warn(
+            cut,
+            "without top_k a kept set may hold most of the vocabulary, and one is kept for every sampled token",
+            "set rollout.sampling.top_k to bound it",
+        )
+
+
+def _routing_replay(settings: RunSettings, known: Known) -> Iterator[Problem]:
+    """The experts have to exist, and to come back from the engine."""
+    if not (settings.training.routing_replay and _rl(settings)):
+        return
+    if known.facts is not None and known.facts.experts == 0:
+        yield Problem(
+            ("training.routing_replay", "model.path"),
+            f"{known.facts.model_type} is a dense model: there is no routing to replay",
+            "switch it off",
+        )
+    if settings.rollout.generator is not None:
+        yield _warn(
+            ("training.routing_replay", "rollout.generator"),
+            "a generator of your own has to return the experts itself",
+            "give every token its side channel routed_experts, or switch routing replay off",
         )
 
 

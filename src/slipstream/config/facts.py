@@ -38,6 +38,8 @@ class ModelFacts:
     tied_embeddings: bool
     parameters: int
     exact: bool = False
+    experts: int = 0
+    """Experts of a mixture-of-experts layer; 0 for a dense model."""
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -96,6 +98,7 @@ def facts_from_config(config: Mapping[str, Any], parameters: int | None = None) 
         tied_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", True))),
         parameters=parameters or 0,
         exact=parameters is not None,
+        experts=size("num_experts", "num_local_experts", "n_routed_experts", default=0),
     )
     return facts if parameters is not None else _estimated(facts)
 

@@ -185,6 +185,7 @@ def _default_generator(parts: Parts, waves: WaveLog | None, record_turns: bool) 
         samples_per_step=settings.schedule.prompts_per_step * settings.rollout.samples_per_prompt,
         waves=waves,
         record_turns=record_turns,
+        routed_experts=settings.training.routing_replay,
     )
 
 

@@ -267,11 +267,7 @@ _ENGINES = [
         Refused("an engine is asked for its own model name", "leave it out"),
     ),
     Rule(f"{ENGINE}.language_model_only", False, Met("only the language model of a checkpoint is loaded")),
-    Rule(
-        f"{ENGINE}.enable_return_routed_experts",
-        False,
-        Refused("routing replay (R3) is not in this release", "leave it false"),
-    ),
+    Rule(f"{ENGINE}.enable_return_routed_experts", False, Mapped("training.routing_replay")),
     Rule(f"{ENGINE}.fully_sharded_loras", False, Refused(ONE_ENGINE, "leave it false")),
     Rule(f"{ENGINE}.enable_ray_prometheus_stats", True, Met("there is no Ray; the engine's metrics are in the ledger")),
     Rule(
