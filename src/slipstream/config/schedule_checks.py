@@ -53,6 +53,8 @@ def check_schedule(settings: RunSettings, n_train_rows: int | None) -> Iterator[
             "refused groups would be replaced, but no group is ever refused",
             "set algorithm.drop_zero_variance=true, or leave full_batch out",
         )
+    if schedule.kind in QUEUES:
+        yield from _dynamic_sampling(settings)
     running, most = schedule.max_running_groups, outstanding_groups(schedule)
     keys = ("schedule.max_running_groups", "schedule.max_staleness_steps")
     if schedule.kind in QUEUES and running is not None and running > most:
@@ -71,4 +73,22 @@ def check_schedule(settings: RunSettings, n_train_rows: int | None) -> Iterator[
             "in two passes at once",
             "give more rows, or lower schedule.max_staleness_steps",
             "warning",
+        )
+
+
+def _dynamic_sampling(settings: RunSettings) -> Iterator[Problem]:
+    """A queue replaces refused groups one by one (``full_batch``); it knows no rounds and no copies."""
+    dynamic, kind = settings.algorithm.dynamic_sampling, settings.schedule.kind
+    keys = ("algorithm.dynamic_sampling.kind", "schedule.kind")
+    if dynamic.kind == "replace":
+        yield Problem(
+            keys,
+            f"the schedule {kind} draws a new group for each that is refused, so none has to stand in for another",
+            "use algorithm.dynamic_sampling.kind=filter",
+        )
+    elif dynamic.max_rounds != type(dynamic).model_fields["max_rounds"].default:
+        yield Problem(
+            ("algorithm.dynamic_sampling.max_rounds", "schedule.kind"),
+            f"the schedule {kind} draws no rounds; its budget is schedule.max_batches_per_step",
+            "set that instead",
         )

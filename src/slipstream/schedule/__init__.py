@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from slipstream.config.algorithm import DynamicSamplingSettings
 from slipstream.config.settings import ScheduleSettings
 from slipstream.schedule.batches import BatchSchedule
 from slipstream.schedule.counters import Counters
@@ -25,16 +26,33 @@ __all__ = [
 
 
 def build_schedule(
-    settings: ScheduleSettings, judge: Judge | None = None, *, clock: Clock = time.monotonic
+    settings: ScheduleSettings,
+    judge: Judge | None = None,
+    *,
+    dynamic: DynamicSamplingSettings | None = None,
+    clock: Clock = time.monotonic,
 ) -> Schedule:
-    """The schedule that the settings name, for a run of ``settings.steps`` steps."""
+    """The schedule that the settings name, for a run of ``settings.steps`` steps.
+
+    ``dynamic`` says when a step draws more groups than it was given at first (``algorithm.dynamic_sampling``).
+    """
     prompts, steps = settings.prompts_per_step, settings.steps
+    dynamic = dynamic or DynamicSamplingSettings()
     if settings.kind in ("sync", "one_step_off"):
-        ahead = int(settings.kind == "one_step_off")
-        return BatchSchedule(prompts, settings.generate_prompts_per_step, judge, ahead=ahead, steps=steps, clock=clock)
+        share = {"off": 0, "filter": prompts, "replace": int(dynamic.min_good_fraction * prompts) + 1}
+        return BatchSchedule(
+            prompts,
+            settings.generate_prompts_per_step,
+            judge,
+            ahead=int(settings.kind == "one_step_off"),
+            enough=share[dynamic.kind],
+            max_rounds=dynamic.max_rounds,
+            steps=steps,
+            clock=clock,
+        )
     options = QueueOptions(
         max_running=settings.max_running_groups,
-        full_batch=settings.full_batch,
+        full_batch=settings.full_batch or dynamic.kind == "filter",
         max_batches=settings.max_batches_per_step,
         steps=steps,
         clock=clock,

@@ -11,6 +11,9 @@ Over-sampling (``draw > B``): ``draw`` prompts are rolled out and the first ``B`
 lets pass are trained on.  The rest are left out as ``surplus``.  When fewer pass, the short batch is trained at its
 true denominator.  A group that fails is not replaced.
 
+Dynamic sampling (``enough > 0``): while fewer than ``enough`` groups of a step pass, ``draw`` more are rolled out, in
+at most ``max_rounds`` rounds; after the last one the step trains what it has.
+
 >>> schedule = BatchSchedule(prompts_per_step=2)
 >>> schedule.begin_step(0)
 >>> schedule.admit()
@@ -36,6 +39,8 @@ class BatchSchedule(BookedSchedule):
     Args:
         draw: groups started for a step; None draws ``prompts_per_step``.
         ahead: 0 is synchronous; 1 samples the next batch while this one is trained.
+        enough: passing groups below which a step draws again; 0 never does.
+        max_rounds: draws of a step, the first one included.
     """
 
     def __init__(
@@ -45,6 +50,8 @@ class BatchSchedule(BookedSchedule):
         judge: Judge | None = None,
         *,
         ahead: int = 0,
+        enough: int = 0,
+        max_rounds: int = 1,
         steps: int | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -54,10 +61,14 @@ class BatchSchedule(BookedSchedule):
             raise ContractError(f"schedule: want 1 <= prompts_per_step <= draw, got {prompts_per_step} and {self.draw}")
         if ahead not in (0, 1):
             raise ContractError(f"schedule: batches are sampled 0 or 1 steps ahead, not {ahead}")
+        if not 0 <= enough <= prompts_per_step or max_rounds < 1:
+            raise ContractError(f"schedule: want 0 <= enough <= {prompts_per_step} and max_rounds >= 1")
         self.kind = "one_step_off" if ahead else "sync"
         self.drains_before_publish = bool(ahead)
         self._ahead = ahead
+        self._enough, self._max_rounds = enough, max_rounds
         self._drawn: Counter[int] = Counter()
+        self._extra_rounds = 0
 
     def _slot(self) -> int:
         """The step for which groups are drawn now."""
@@ -69,7 +80,8 @@ class BatchSchedule(BookedSchedule):
             return 0
         if self.steps is not None and slot >= self.steps:
             return 0
-        return self.draw - self._drawn[slot]
+        rounds = 1 + (self._extra_rounds if slot == self._current else 0)
+        return rounds * self.draw - self._drawn[slot]
 
     def submitted(self, group_id: str, again: str | None = None) -> None:
         """A rollout started; order matters for over-sampling."""
@@ -85,6 +97,10 @@ class BatchSchedule(BookedSchedule):
         batch = [e for e in self._entries.values() if e.slot == self._current]
         if self.admit() > 0 or not all(e.ready for e in batch):
             return None
+        if sum(e.reason is None for e in batch) < self._enough and self._extra_rounds + 1 < self._max_rounds:
+            self._extra_rounds += 1
+            if self.admit() > 0:  # not when the data has ended
+                return None
         passed = 0
         for entry in batch:
             passed += entry.reason is None
@@ -96,6 +112,7 @@ class BatchSchedule(BookedSchedule):
         """Close the step after its publish."""
         super().end_step(step)
         self._drawn = Counter({slot: n for slot, n in self._drawn.items() if slot > step})
+        self._extra_rounds = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Between steps only."""

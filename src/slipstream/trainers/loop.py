@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from slipstream.algorithms.filters import FilterResult, apply_filters, dispositions
+from slipstream.algorithms.filters import FilterResult, apply_filters, dispositions, stand_ins
 from slipstream.config.settings import RunSettings
 from slipstream.ledger import Ledger, StepRecord
 from slipstream.rollout.types import AttemptCancelled, AttemptSuperseded, GroupTask, RolloutEvent
@@ -148,6 +148,8 @@ class Loop:
             self.watch.selected(selection)
         self.rollouts.pump()  # a schedule may sample ahead from here on
         filtered = apply_filters(selection.groups, self.settings.algorithm, self.settings.rollout)
+        if self.settings.algorithm.dynamic_sampling.kind == "replace":
+            filtered = stand_ins(filtered, self.settings.schedule.prompts_per_step)
         result = await self.update(filtered, index, self.version)
         updated = time.perf_counter()
         if self.schedule.drains_before_publish:

@@ -212,7 +212,7 @@ class Run:
 
     async def _build_loop(self, version: str) -> Loop:
         settings, progress, parts = self.settings, self.progress, self.parts
-        schedule: Schedule = build_schedule(settings.schedule, self._judge)
+        schedule: Schedule = build_schedule(settings.schedule, self._judge, dynamic=settings.algorithm.dynamic_sampling)
         if self._recording is not None:
             schedule = RecordedSchedule(self._recording.steps)
         if progress.schedule is not None:
