@@ -25,7 +25,6 @@ _PENDING: dict[str, tuple[str, ...]] = {
         "warmup_steps",
     ),
     "teacher": ("path", "dtype", "urls"),
-    "dynamic_sampling": ("kind", "max_rounds", "min_good_fraction"),
 }
 """Names of settings by section below ``algorithm``."""
 
