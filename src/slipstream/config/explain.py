@@ -1,10 +1,13 @@
 """``explain``: everything there is to say about one key, native or SkyRL's.
 
-Owns: gathering type, default, value, origin, readers and SkyRL names.  Refuses: changing anything.
+Owns: gathering type, default, value, origin, readers and SkyRL names; presets (``algorithm.preset=NAME``) with their
+formula and what they set.  Refuses: changing anything.
 
 >>> told = explain("schedule.prompts_per_step")
 >>> told.default, told.skyrl
 ('16', ('trainer.train_batch_size',))
+>>> dict(explain("algorithm.preset=dapo").inside)["algorithm.clip_high"]
+'0.28'
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from slipstream.config.presets import PRESETS, preset_leaves
 from slipstream.config.readers import readers
 from slipstream.config.settings import RunSettings
 from slipstream.config.skyrl import TABLE, Idle, Mapped, Met, Verdict, rule_for
@@ -46,13 +50,16 @@ def explain(path: str, settings: RunSettings | None = None, origins: Mapping[str
     """Explain a setting, a section, or a key of SkyRL's.
 
     Args:
-        path: dotted.
+        path: dotted; ``algorithm.preset=NAME`` for a preset.
         settings: to show the current value; None shows the default only.
         origins: ``Loaded.origins``, to show where the value came from.
 
     Raises:
         SettingsError: there is no such key; the nearest ones are named.
     """
+    name, equals, value = path.partition("=")
+    if equals and name == "algorithm.preset":
+        return _preset(value)
     if path in leaves():
         return _leaf(leaves()[path], settings, origins or {})
     if path in sections():
@@ -83,6 +90,18 @@ def _leaf(leaf: Leaf, settings: RunSettings | None, origins: Mapping[str, str]) 
         rooms=readers(leaf),
         skyrl=skyrl_names().get(leaf.path, ()),
     )
+
+
+def _preset(name: str) -> Explanation:
+    if name not in PRESETS:
+        raise SettingsError(f"unknown preset {name!r}.{did_you_mean(name, PRESETS)} Known: {', '.join(PRESETS)}.")
+    preset = PRESETS[name]
+    text = "\n".join(
+        [f"{preset.title} ({preset.source})", "", *(f"    {line}" for line in preset.formula), "", preset.when]
+        + ([f"Needs {preset.needs} besides."] if preset.needs else [])
+    )
+    inside = tuple((path, show(value)) for path, value in preset_leaves(name).items())
+    return Explanation(f"algorithm.preset={name}", "preset", text, inside=inside)
 
 
 @cache

@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from slipstream.config.presets import PRESETS, preset_leaves
 from slipstream.config.settings import RunSettings
 from slipstream.config.skyrl import TABLE, Note, differing_defaults, merged, rule_for, translate
 from slipstream.config.skyrl.rules import same
@@ -40,7 +41,7 @@ _KEY = re.compile(r"[^\s=\[\]{}.+~]+(\.[^\s=\[\]{}.+~]+)*")
 class Loaded:
     """Settings, what became of SkyRL's keys, and where each given value came from.
 
-    ``origins`` has an entry only for leaves that a file, an override or SkyRL's key set.
+    ``origins`` has an entry only for leaves that a file, an override, SkyRL's key or a preset set.
     """
 
     settings: RunSettings
@@ -83,7 +84,13 @@ def load_settings(
     if any(key.startswith(("trainer.", "generator.")) for key in foreign):
         current = {path: value_at(settings, path) for path in leaves()}
         notes = [*notes, *differing_defaults(foreign, native, current)] if base is None else notes
-    return Loaded(settings, tuple(notes), origins)
+    return Loaded(settings, tuple(notes), {**_preset_origins(settings), **origins})
+
+
+def _preset_origins(settings: RunSettings) -> dict[str, str]:
+    """Leaves that came from the chosen preset (those that were given as well have an origin of their own)."""
+    name = settings.algorithm.preset
+    return {} if name is None else dict.fromkeys(preset_leaves(name), f"algorithm.preset={name}")
 
 
 # --- reading ---------------------------------------------------------------------------------------
@@ -241,6 +248,8 @@ def _on_base(base: RunSettings | Mapping[str, Any] | None, values: Mapping[str, 
             schedule.pop("steps", None)  # a new number of epochs decides the length again
         elif "schedule.steps" in values and "schedule.epochs" not in values:
             schedule.pop("epochs", None)
+        if "algorithm.preset" in values:
+            _without_preset(tree.get("algorithm", {}))
     for path, value in values.items():
         *parents, name = path.split(".")
         node = tree
@@ -250,6 +259,19 @@ def _on_base(base: RunSettings | Mapping[str, Any] | None, values: Mapping[str, 
             value = merged(node[name], value)
         node[name] = value
     return tree
+
+
+def _without_preset(algorithm: dict[str, Any]) -> None:
+    """Take the old preset's settings out of ``algorithm``, in place, since another preset is chosen on top of it."""
+    if algorithm.get("preset") not in PRESETS:
+        return
+    for path, value in preset_leaves(algorithm.pop("preset")).items():
+        _, *parents, name = path.split(".")
+        node = algorithm
+        for parent in parents:
+            node = node.get(parent, {})
+        if name in node and same(node[name], value):
+            del node[name]
 
 
 # --- validation ------------------------------------------------------------------------------------
