@@ -33,6 +33,7 @@ import httpx
 
 from slipstream.errors import InferenceError, RequestError
 from slipstream.inference import wire
+from slipstream.inference.transfer.vllm_plugin import READ_BACK
 from slipstream.inference.types import EngineInfo, GenerateRequest, GenerateResult, PauseMode
 
 # 4xx statuses that a later try may well not get again.
@@ -100,6 +101,7 @@ class HttpEngine:
         self._cut: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
         self._closed = False
         self._info: EngineInfo | None = None
+        self._has_extension: bool | None = None
 
     def _connect(self) -> httpx.AsyncClient:
         # Deadlines are set per call, around the whole call; httpx's own are per chunk and would not bound it.
@@ -401,7 +403,13 @@ class HttpEngine:
         return str((await self.call("GET", "/weight_info"))["weight_version"])
 
     async def checksum(self) -> Mapping[str, str]:
-        """What the server reports; empty when it cannot tell now (some refuse while paused, with a 409)."""
+        """What the server reports; empty when it cannot tell now (some refuse while paused, with a 409).
+
+        A vLLM with this package's plug-in is asked what its kernels hold; its own checker does not know on a CPU.
+        """
+        held = await self._read_back()
+        if held is not None:
+            return held
         try:
             answer = await self.call("POST", "/weight_checker", {"action": "checksum"})
         except RequestError:
@@ -411,6 +419,28 @@ class HttpEngine:
                 return {}
             raise
         return {str(name): str(value) for name, value in answer["checksums"].items()}
+
+    async def _read_back(self) -> dict[str, str] | None:
+        """Checksums from the plug-in's worker extension; None where there is none.
+
+        A name on which workers disagree gets no checksum of ours, and so counts as unknown.
+        """
+        if self._has_extension is False:
+            return None
+        try:
+            answer = await self.call("POST", "/collective_rpc", {"method": READ_BACK}, deadline=self._timeout)
+        except InferenceError as error:
+            # No such route, or no such method; a server that is gone will say so on the next call, too.
+            if self._has_extension is None and ("HTTP 404" in str(error) or READ_BACK in str(error)):
+                self._has_extension = False
+                return None
+            raise
+        self._has_extension = True
+        held: dict[str, str] = {}
+        for worker in answer["results"]:
+            for name, value in worker.items():
+                held[str(name)] = str(value) if held.get(name, value) == value else "workers disagree"
+        return held
 
     async def reset_prefix_cache(self) -> None:
         await self.call("POST", "/reset_prefix_cache")
