@@ -102,8 +102,12 @@ def score_centering(t, tokens, cap=None):
     rho = max(0.0, 1 - sum(q)) / max(1e-6, 1 - sum(p))
     w, mass, alpha = 1.0, q, rho
     if cap is not None:
-        w, mass, alpha = min(ratio(t.lp, t.mu), cap), [min(a, cap * b) for a, b in zip(p, q)], min(1.0, cap * rho)
-    centre = sum((m - alpha * a) * lp for m, a, (lp, _) in zip(mass, p, t.top))
+        w, mass, alpha = (
+            min(ratio(t.lp, t.mu), cap),
+            [min(a, cap * b) for a, b in zip(p, q, strict=False)],
+            min(1.0, cap * rho),
+        )
+    centre = sum((m - alpha * a) * lp for m, a, (lp, _) in zip(mass, p, t.top, strict=False))
     return -w * t.adv * t.lp + t.adv * centre
 
 
@@ -115,7 +119,7 @@ def _covariances(tokens):
 
 def clip_cov(t, tokens, clip_low=0.2, clip_high=0.2, fraction=2e-4, cov_low=1.0, cov_high=5.0):
     band = []
-    for u, c in zip(tokens, _covariances(tokens)):
+    for u, c in zip(tokens, _covariances(tokens), strict=False):
         r = ratio(u.lp, u.old)
         free = -r * u.adv >= -clip(r, 1 - clip_low, 1 + clip_high) * u.adv
         if cov_low < c < cov_high and free:
@@ -125,7 +129,7 @@ def clip_cov(t, tokens, clip_low=0.2, clip_high=0.2, fraction=2e-4, cov_low=1.0,
 
 
 def kl_cov(t, tokens, fraction=2e-3, penalty=1.0):
-    order = sorted(zip(_covariances(tokens), tokens), key=lambda pair: (-pair[0], pair[1].noise))
+    order = sorted(zip(_covariances(tokens), tokens, strict=False), key=lambda pair: (-pair[0], pair[1].noise))
     chosen = [u for _, u in order[: max(1, int(fraction * len(tokens)))]]
     r = ratio(t.lp, t.old)
     return -r * t.adv + (penalty * abs(math.log(r)) if any(u is t for u in chosen) else 0.0)

@@ -90,7 +90,9 @@ def golden_run(name, settings, token):
     return loss.item(), leaf.grad.numpy()
 
 
-@pytest.mark.parametrize(("name", "settings", "values", "gradients"), GOLDEN, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    ("name", "settings", "values", "gradients"), GOLDEN, ids=lambda x: x if isinstance(x, str) else ""
+)
 def test_golden_numbers(name, settings, values, gradients):
     for token in range(4):
         value, gradient = golden_run(name, settings, token)
@@ -186,10 +188,17 @@ def test_values_agree_with_the_plain_reference(name, settings, seed):
             top = tuple(zip((lp * np.linspace(0.5, 1.0, TOP) - 1.5).tolist(), sides[k][1], strict=False))
             tokens.append(
                 reference.Token(
-                    i, lp, spec.old_logprobs[i][k], row.behaviour_logprobs_T[row.trained_T][k],
-                    row.advantages_T[row.trained_T][k], lp, spec.old_values[i][k], spec.returns[i][k],
-                    token_noise(row)[k], top,
-                )  # fmt: skip
+                    i,
+                    lp,
+                    spec.old_logprobs[i][k],
+                    row.behaviour_logprobs_T[row.trained_T][k],
+                    row.advantages_T[row.trained_T][k],
+                    lp,
+                    spec.old_values[i][k],
+                    spec.returns[i][k],
+                    token_noise(row)[k],
+                    top,
+                )
             )
             at += 1
     want = [getattr(reference, name)(t, tokens, **settings) for t in tokens]

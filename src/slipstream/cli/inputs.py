@@ -194,8 +194,6 @@ def check_arguments(
     """
     from itertools import islice
 
-    from omegaconf import OmegaConf
-
     from slipstream.data import read_source
     from slipstream.data.prompts import read_messages
 
@@ -206,17 +204,29 @@ def check_arguments(
         from slipstream.envs import spec
 
         spec(env)  # an unknown id is an error of the command, not a finding about an environment
-    for text in settings:
-        if "=" not in text:
-            raise SettingsError(f"--setting {text!r} is not of the form key=value")
-    kwargs = OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)))
-    assert isinstance(kwargs, dict)
+    kwargs = key_values(settings)
     if not data:
-        return {str(key): value for key, value in kwargs.items()}, None
+        return kwargs, None
     rows = []
     for where, row in islice(read_source(data), limit):
         if row.get("prompt") is None:
             raise DataError(f"{where}: no 'prompt' column or value; add chat messages or text")
         messages = read_messages(row["prompt"], where, "prompt")
         rows.append({**row, "prompt": [dict(message) for message in messages]})
-    return {str(key): value for key, value in kwargs.items()}, rows
+    return kwargs, rows
+
+
+def key_values(settings: Sequence[str]) -> dict[str, Any]:
+    """``key=value`` texts as one mapping, values read as YAML.
+
+    Raises:
+        SettingsError: a text is not of that form.
+    """
+    from omegaconf import OmegaConf
+
+    for text in settings:
+        if "=" not in text:
+            raise SettingsError(f"--setting {text!r} is not of the form key=value")
+    values = OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)))
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}

@@ -13,8 +13,9 @@ Exit codes: 0 done, 1 a check found something, 2 an error or a refusal, 130 inte
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 
 import typer
 
@@ -32,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train language models and agents by reinforcement learning; every trained token is traceable.",
 )
-check_app = typer.Typer(no_args_is_help=True, help="Check an environment or this machine.")
+check_app = typer.Typer(no_args_is_help=True, help="Check an environment, a loss or this machine.")
 app.add_typer(check_app, name="check")
 
 Items = Annotated[
@@ -270,6 +271,17 @@ def explain(
     Console().print(render_explanation(explain_key(key, loaded.settings if items else None, loaded.origins)))
 
 
+def _print_findings(subject: str, findings: Sequence[Any]) -> None:
+    """Findings of a check with their ``severity``, and a closing line; exits with ``FOUND`` when one is an error."""
+    for finding in findings:
+        print(finding)
+    errors = sum(finding.severity == "error" for finding in findings)
+    warnings = sum(finding.severity == "warning" for finding in findings)
+    print(f"{subject}: {errors} errors, {warnings} warnings" if findings else f"{subject}: nothing found")
+    if errors:
+        raise typer.Exit(FOUND)
+
+
 @check_app.command("env")
 def check_env(
     env: Annotated[str, typer.Argument(metavar="ID|MODULE:CLASS", help="The environment.")],
@@ -298,13 +310,24 @@ def check_env(
         deadline_seconds=deadline,
         max_rows=rows,
     )
-    for finding in findings:
-        print(finding)
-    errors = sum(finding.severity == "error" for finding in findings)
-    warnings = sum(finding.severity == "warning" for finding in findings)
-    print(f"{env}: {errors} errors, {warnings} warnings" if findings else f"{env}: nothing found")
-    if errors:
-        raise typer.Exit(FOUND)
+    _print_findings(env, findings)
+
+
+@check_app.command("loss")
+def check_loss(
+    loss: Annotated[str, typer.Argument(metavar="NAME|MODULE:FUNCTION", help="The loss.")],
+    module: Annotated[Optional[list[str]], typer.Option(help="Import first (env.modules).")] = None,  # noqa: UP045
+    setting: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(metavar="KEY=VALUE", help="A setting of the loss (algorithm.loss_settings)."),
+    ] = None,
+) -> None:
+    """Run the invariance suite on a loss: shapes, gradients, splits, order, huge ratios; exit code 1 on errors."""
+    from slipstream.algorithms.loss_check import check_loss as run_checks
+    from slipstream.cli.inputs import import_modules, key_values
+
+    import_modules(module or [])
+    _print_findings(loss, run_checks(loss, key_values(setting or [])))
 
 
 @check_app.command("machine")

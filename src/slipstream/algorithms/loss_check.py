@@ -1,0 +1,466 @@
+"""``slipstream check loss``: does a loss keep the contract?
+
+Owns: the invariance suite that every bundled loss passes, run on a loss by name or import path, with a message that
+says what is wrong and how to mend it.  Refuses: judging whether a loss is a good idea.
+
+The suite evaluates the loss on small random batches in numpy (float64) and torch (float32 and float64):
+
+* one finite value per unit, and a gradient that reaches the model's outputs;
+* the same value for a row whatever lies beside it in its micro-batch, and in whatever order;
+* finite values and gradients for log-ratios of +-100 and +-1000, in float32;
+* nothing read that is not declared in ``needs``, nothing changed in place, no weights, no random numbers of its own;
+* at the sampling policy, tokens with a positive advantage are made more likely.
+
+    for finding in check_loss("my_pkg.losses:truncated_is"):
+        print(finding)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from slipstream.algorithms.batch import Batch, BatchRow, FloatArray
+from slipstream.algorithms.losses import LOSSES, Loss, LossInputs, LossMetric, LossValues
+from slipstream.algorithms.objective import TOP_LOGPROBS, LossSpec, loss_inputs, run_prepass
+from slipstream.algorithms.ops import Ops, numpy_ops, torch_ops
+from slipstream.errors import SlipstreamError
+from slipstream.trajectory import SamplingSpec
+
+_OPTIONAL = (
+    "old_logprobs",
+    "behaviour_logprobs",
+    "ref_logprobs",
+    "teacher_logprobs",
+    "entropy",
+    "values",
+    "old_values",
+    "returns",
+    "lags",
+    "noise",
+    "top_logprobs",
+)
+"""Inputs that a loss has to declare before it reads them."""
+_TOP = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One broken rule: ``error`` makes the loss unusable, ``warning`` is worth a look."""
+
+    severity: Literal["error", "warning"]
+    rule: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.rule}: {self.message}"
+
+
+def check_loss(name: str, settings: Mapping[str, Any] | None = None, *, seed: int = 0) -> list[Finding]:
+    """Every broken rule of the loss called ``name`` (registered, or ``module:function``) under ``settings``.
+
+    A rule that the loss breaks by raising ends the check, since nothing after it would mean anything.
+    Raises ``SettingsError`` when there is no such loss, or it lacks one of the settings.
+    """
+    loss = LOSSES.get(name)
+    trial = _Trial(loss, name, loss.settings(settings or {}), _batch(np.random.default_rng(seed)), seed)
+    findings: list[Finding] = []
+    for rule in (_runs, _declares, _shape):
+        findings += rule(trial)
+        if findings:
+            return findings
+    for rule in _RULES:
+        findings += rule(trial)
+    return findings
+
+
+# ---- a batch, and one evaluation of the loss
+
+
+def _batch(rng: np.random.Generator) -> Batch:
+    """Six rows of different lengths in three groups, with observations between the trained tokens."""
+    rows = []
+    for i, trained in enumerate((3, 5, 1, 4, 2, 6)):
+        mask = np.ones(trained + 2, dtype=np.bool_)
+        mask[[0, trained // 2 + 1]] = False
+        n = len(mask)
+        ids = np.arange(n, dtype=np.int64)
+        top = np.full(n, None, dtype=object)
+        for at in np.flatnonzero(mask):
+            top[at] = (tuple(range(_TOP)), tuple(np.log(rng.dirichlet(np.ones(_TOP + 1))[:_TOP]).tolist()))
+
+        def spread(values: FloatArray, mask: Any = mask) -> FloatArray:
+            return np.where(mask, values, np.nan)
+
+        rows.append(
+            BatchRow(
+                row_id=f"t{i}/0",
+                trajectory_id=f"t{i}",
+                group_id=f"g{i // 2}",
+                inputs_T=ids,
+                targets_T=ids + 1,
+                trained_T=mask,
+                weights_T=np.where(mask, 1.0 / 21, 0.0),
+                advantages_T=spread(np.full(n, rng.normal())),
+                behaviour_logprobs_T=spread(-np.abs(rng.normal(size=n)) - 0.1),
+                sampling=SamplingSpec(),
+                side_T={TOP_LOGPROBS: top},
+            )
+        )
+    return Batch(rows)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A loss, its settings, a batch, and constants drawn for it; ``outputs`` are log-probs (or a critic's values)."""
+
+    loss: Loss
+    name: str
+    settings: Mapping[str, Any]
+    batch: Batch
+    seed: int
+
+    @property
+    def outputs(self) -> list[FloatArray]:
+        return self.constants(1)
+
+    def constants(self, salt: int) -> list[FloatArray]:
+        """Random negative numbers per row, keyed by the row, so that they follow it when rows move."""
+        out = []
+        for row in self.batch.rows:
+            rng = np.random.default_rng([self.seed, salt, int(row.trajectory_id[1:])])
+            out.append(-np.abs(rng.normal(size=row.n_trained)) - 0.1)
+        return out
+
+    def spec(self, needs: Sequence[str]) -> LossSpec:
+        arrays = {
+            name: self.constants(2 + i)
+            for i, name in enumerate(("old_logprobs", "ref_logprobs", "teacher_logprobs", "old_values", "returns"))
+            if name in needs
+        }
+        if "lags" in needs:
+            arrays["lags"] = [np.round(-2 * values) for values in self.constants(9)]
+        return LossSpec(self.name, self.settings, **arrays)
+
+    def prepared(self, needs: Sequence[str] | None = None) -> LossSpec:
+        """The spec with declared inputs alone, after the pre-pass."""
+        spec = self.spec(self.loss.needs if needs is None else needs)
+        return run_prepass(self.batch, spec, lambda: self.outputs)
+
+    def inputs(
+        self, xp: Ops, spec: LossSpec, rows: Sequence[int], flat: Any, needs: Sequence[str] | None = None
+    ) -> LossInputs:
+        """What the loss sees, without any optional array that is not in ``needs``."""
+        allowed = self.loss.needs if needs is None else needs
+        policy = self.loss.kind != "value"
+        top = None
+        if "top_logprobs" in allowed:
+            top = flat[:, None] * xp.asarray(np.linspace(0.5, 1.0, _TOP), like=flat)[None, :] - 1.5
+        given = loss_inputs(
+            xp,
+            self.batch,
+            rows,
+            spec,
+            flat if policy else None,
+            flat * flat if "entropy" in allowed else None,
+            values=None if policy and "values" not in allowed else flat,
+            top_logprobs=top,
+        )
+        hidden: dict[str, Any] = {name: None for name in _OPTIONAL if name not in allowed}
+        if "advantages" not in allowed:
+            hidden["advantages"] = None
+        return replace(given, **hidden)
+
+    def values(self, xp: Ops, spec: LossSpec, rows: Sequence[int], outputs: Sequence[FloatArray]) -> Any:
+        flat = np.concatenate([outputs[i] for i in rows])
+        if xp is not numpy_ops():
+            import torch
+
+            flat = torch.as_tensor(flat)
+        return self.call(xp, self.inputs(xp, spec, rows, flat)).values
+
+    def call(self, xp: Ops, inputs: LossInputs) -> LossValues:
+        return self.loss.function(xp, inputs, dict(self.settings))
+
+    @property
+    def everything(self) -> list[int]:
+        return list(range(len(self.batch.rows)))
+
+
+def _gradient(trial: _Trial, spec: LossSpec, outputs: Sequence[FloatArray], dtype: str = "float64") -> tuple[Any, Any]:
+    """``(values, gradient of their sum)`` in torch."""
+    import torch
+
+    flat = torch.tensor(np.concatenate(list(outputs)), dtype=getattr(torch, dtype), requires_grad=True)
+    values = trial.call(torch_ops(), trial.inputs(torch_ops(), spec, trial.everything, flat)).values
+    if not values.requires_grad:
+        return values.numpy(), None
+    (gradient,) = torch.autograd.grad(values.sum(), flat, allow_unused=True)
+    return values.detach().numpy(), None if gradient is None else gradient.numpy()
+
+
+# ---- rules that end the check
+
+
+def _attempt(call: Callable[[], Any]) -> Exception | None:
+    try:
+        call()
+    # Fault boundary: the loss under test may raise anything.
+    except Exception as error:  # noqa: BLE001
+        return error
+    return None
+
+
+def _runs(trial: _Trial) -> Iterator[Finding]:
+    """It runs on torch and on numpy, at least when every optional input is there."""
+    needs = [*trial.loss.needs, *(name for name in _OPTIONAL if name not in trial.loss.needs), "advantages"]
+    if trial.loss.kind == "value":
+        needs = [name for name in needs if name not in ("entropy", "top_logprobs")]
+    for xp, library in ((torch_ops(), "torch"), (numpy_ops(), "numpy")):
+
+        def call(xp: Ops = xp) -> None:
+            import torch
+
+            spec = trial.prepared(needs)
+            flat: Any = np.concatenate(trial.outputs)
+            flat = flat if xp is numpy_ops() else torch.tensor(flat, requires_grad=True)
+            trial.call(xp, trial.inputs(xp, spec, trial.everything, flat, needs))
+
+        if error := _attempt(call):
+            hint = "" if library == "torch" else "; use xp and operators alone, not torch, so that it runs on both"
+            if isinstance(error, SlipstreamError):
+                hint = ""
+            yield Finding("error", "runs", f"raises {type(error).__name__} on {library}: {error}{hint}")
+            return
+
+
+def _declares(trial: _Trial) -> Iterator[Finding]:
+    """It reads nothing that it did not declare."""
+
+    def runs_with(needs: Sequence[str]) -> bool:
+        def call() -> None:
+            flat = np.concatenate(trial.outputs)
+            trial.call(numpy_ops(), trial.inputs(numpy_ops(), trial.prepared(needs), trial.everything, flat, needs))
+
+        return _attempt(call) is None
+
+    declared = list(trial.loss.needs)
+    if runs_with(declared):
+        return
+    everything = [*declared, *(n for n in (*_OPTIONAL, "advantages") if n not in declared)]
+    if trial.loss.kind == "value":
+        everything = [name for name in everything if name not in ("entropy", "top_logprobs")]
+    missing = [n for n in everything if n not in declared and not runs_with([m for m in everything if m != n])]
+    wanted = ", ".join(repr(n) for n in [*declared, *missing])
+    yield Finding(
+        "error",
+        "needs",
+        f"reads {', '.join(missing) or 'an input'} without declaring it; register it with needs=({wanted},), so that a "
+        "batch that lacks it is refused",
+    )
+
+
+def _shape(trial: _Trial) -> Iterator[Finding]:
+    """One value per unit, and metrics of known shapes."""
+    spec = trial.prepared()
+    flat = np.concatenate(trial.outputs)
+    inputs = trial.inputs(numpy_ops(), spec, trial.everything, flat)
+    out = trial.call(numpy_ops(), inputs)
+    unit, want = trial.loss.unit, inputs.units(trial.loss.unit)
+    if not isinstance(out, LossValues):
+        yield Finding("error", "returns", f"returns {type(out).__name__}; return LossValues(values, metrics)")
+        return
+    shape = tuple(getattr(out.values, "shape", ()))
+    if shape == ():
+        yield Finding(
+            "error",
+            "per-unit values",
+            f"returns one number for {want} {unit}s: it takes a mean or a sum itself. Return one value per {unit} and "
+            "leave the mean out; the reducer divides once, over all micro-batches and ranks",
+        )
+    elif shape != (want,):
+        yield Finding("error", "per-unit values", f"returns shape {shape}, want ({want},): one value per {unit}")
+    for name, metric in out.metrics.items():
+        if not isinstance(metric, LossMetric):
+            kind = type(metric).__name__
+            yield Finding("error", "metrics", f"{name!r} is a {kind}; wrap it in LossMetric(reducer, values)")
+        elif tuple(np.shape(metric.values)) != (inputs.units(metric.unit),):
+            yield Finding(
+                "error", "metrics", f"{name!r} has shape {np.shape(metric.values)}, want one per {metric.unit}"
+            )
+
+
+# ---- rules
+
+
+def _same_on_both(trial: _Trial) -> Iterator[Finding]:
+    spec = trial.prepared()
+    ours = trial.values(numpy_ops(), spec, trial.everything, trial.outputs)
+    theirs = np.asarray(trial.values(torch_ops(), spec, trial.everything, trial.outputs))
+    if not np.allclose(ours, theirs, rtol=1e-6, atol=1e-9, equal_nan=True):
+        yield Finding("error", "one source", "numpy and torch give different values; use xp's functions alone")
+
+
+def _has_gradient(trial: _Trial) -> Iterator[Finding]:
+    _, gradient = _gradient(trial, trial.prepared(), trial.outputs)
+    if gradient is None or not np.any(gradient):
+        yield Finding("error", "gradient", "no gradient reaches the model's outputs; a stop_gradient covers too much")
+
+
+def _values_are_finite(trial: _Trial) -> Iterator[Finding]:
+    values, gradient = _gradient(trial, trial.prepared(), trial.outputs)
+    if not np.all(np.isfinite(values)):
+        yield Finding("error", "finite", "a value is not finite on ordinary inputs")
+    elif gradient is not None and not np.all(np.isfinite(gradient)):
+        yield Finding("error", "finite", "a gradient is not finite on ordinary inputs")
+
+
+def _survives_huge_ratios(trial: _Trial) -> Iterator[Finding]:
+    """Log-ratios of +-20, +-100, +-1000 in float32, where exp(100) is infinite."""
+    if trial.loss.kind == "value":
+        return
+    for gap in (20.0, -20.0, 100.0, -100.0, 1000.0, -1000.0):
+        far = replace(trial, batch=_moved(trial.batch, gap))
+        base = trial.spec(trial.loss.needs)
+        anchors = {
+            name: [np.full(row.n_trained, -1001.0) for row in trial.batch.rows]
+            for name in ("old_logprobs", "ref_logprobs", "teacher_logprobs")
+            if getattr(base, name) is not None
+        }
+        outputs = [np.full(row.n_trained, -1001.0 + gap) for row in trial.batch.rows]
+        spec = run_prepass(far.batch, replace(base, **anchors), lambda outputs=outputs: outputs)  # type: ignore[misc]
+        values, gradient = _gradient(far, spec, outputs, "float32")
+        if not np.all(np.isfinite(values)):
+            yield Finding(
+                "error",
+                "exponential",
+                f"a value is {values[~np.isfinite(values)][0]} at a log-ratio of {gap:g}: an exponential overflows, or "
+                "an infinite one met a mask of 0. Clamp the log-ratio before the exponential: "
+                "xp.exp(log_ratio(xp, a, b))",
+            )
+            return
+        if gradient is not None and not np.all(np.isfinite(gradient)):
+            yield Finding(
+                "error",
+                "exponential before mask",
+                f"the value is finite at a log-ratio of {gap:g} but its gradient is not: an exponential is taken "
+                "before its mask, so 'where' hides the infinity and the gradient is 0 * inf. Clamp or mask the "
+                "log-ratio first: xp.exp(log_ratio(xp, a, b))",
+            )
+            return
+
+
+def _moved(batch: Batch, gap: float) -> Batch:
+    rows = [
+        replace(row, behaviour_logprobs_T=np.where(row.trained_T, -1001.0, np.nan), group_id=row.group_id)
+        for row in batch.rows
+    ]
+    return replace(batch, rows=rows)
+
+
+def _rows_stand_alone(trial: _Trial) -> Iterator[Finding]:
+    """Micro-batches of whole groups give every row the values that it has in the whole batch."""
+    spec = trial.prepared()
+    whole = trial.values(numpy_ops(), spec, trial.everything, trial.outputs)
+    sizes = [1 if trial.loss.unit == "row" else row.n_trained for row in trial.batch.rows]
+    cuts = [[0, 1], [2, 3], [4, 5]] if trial.loss.unit == "group" else [[0], [1, 2], [3, 4, 5]]
+    if trial.loss.unit == "group":
+        sizes = [1, 0] * 3
+    edges = np.cumsum([0, *sizes])
+    for part in cuts:
+        here = trial.values(numpy_ops(), spec, part, trial.outputs)
+        if not np.allclose(here, whole[edges[part[0]] : edges[part[-1] + 1]], rtol=1e-9, atol=1e-12):
+            yield Finding(
+                "error",
+                "split",
+                "a row's values change with the rows beside it in its micro-batch: something is summed, averaged or "
+                "ranked over the batch. Use inputs.mean(xp, x, 'row') for a row's own statistics, and a pre-pass "
+                "(register_loss(prepass=...)) for those of the whole step",
+            )
+            return
+
+
+def _order_does_not_matter(trial: _Trial) -> Iterator[Finding]:
+    order = [1, 0, 5, 4, 3, 2]
+    moved = replace(trial, batch=replace(trial.batch, rows=[trial.batch.rows[i] for i in order]))
+
+    def by_row(which: _Trial) -> dict[str, Any]:
+        spec = which.prepared()
+        flat = np.concatenate(which.outputs)
+        inputs = which.inputs(numpy_ops(), spec, which.everything, flat)
+        spread = inputs.per_token(which.call(numpy_ops(), inputs).values, which.loss.unit)
+        edges = np.cumsum([row.n_trained for row in which.batch.rows])[:-1]
+        return {row.row_id: part for row, part in zip(which.batch.rows, np.split(spread, edges), strict=True)}
+
+    here, there = by_row(trial), by_row(moved)
+    if any(not np.allclose(here[name], there[name], rtol=1e-9, atol=1e-12) for name in here):
+        yield Finding(
+            "error",
+            "order",
+            "a row's values change when the rows are put in another order; random choices must go by inputs.noise, "
+            "which belongs to the token",
+        )
+
+
+def _leaves_weights_alone(trial: _Trial) -> Iterator[Finding]:
+    spec = trial.prepared()
+    heavy = [replace(row, weights_T=-3.0 * row.weights_T) for row in trial.batch.rows]
+    scaled = replace(trial, batch=replace(trial.batch, rows=heavy))
+    here, there = (t.values(numpy_ops(), spec, t.everything, t.outputs) for t in (trial, scaled))
+    if not np.allclose(here, there, rtol=1e-9, atol=1e-12):
+        yield Finding("error", "weights", "reads inputs.weights; the reducer multiplies by them, so they count twice")
+
+
+def _changes_nothing_in_place(trial: _Trial) -> Iterator[Finding]:
+    spec = trial.prepared()
+    inputs = trial.inputs(numpy_ops(), spec, trial.everything, np.concatenate(trial.outputs))
+    before = {f.name: np.copy(x) for f in fields(inputs) if isinstance(x := getattr(inputs, f.name), np.ndarray)}
+    first = np.copy(trial.call(numpy_ops(), inputs).values)
+    changed = [name for name, old in before.items() if not np.array_equal(old, getattr(inputs, name), equal_nan=True)]
+    if changed:
+        yield Finding("error", "in place", f"changes {', '.join(changed)} in place; other terms read the same arrays")
+        return
+    if not np.array_equal(first, trial.call(numpy_ops(), inputs).values, equal_nan=True):
+        yield Finding(
+            "error", "repeatable", "two calls give two values; draw by inputs.noise instead of a random generator"
+        )
+
+
+def _points_the_right_way(trial: _Trial) -> Iterator[Finding]:
+    """At the sampling policy a good token becomes more likely, a bad one less."""
+    if trial.loss.kind != "policy":
+        return
+    sampler = [row.behaviour_logprobs_T[row.trained_T] for row in trial.batch.rows]
+    spec = trial.spec(trial.loss.needs)
+    if spec.old_logprobs is not None:
+        spec = replace(spec, old_logprobs=sampler)
+    spec = run_prepass(trial.batch, spec, lambda: sampler)
+    _, gradient = _gradient(trial, spec, sampler)
+    advantages = np.concatenate([row.advantages_T[row.trained_T] for row in trial.batch.rows])
+    if gradient is None or not np.any(gradient):
+        return
+    wrong = gradient * advantages > 1e-12
+    if wrong.all():
+        yield Finding("error", "direction", "makes tokens with a positive advantage less likely; a minus is missing")
+    elif wrong.any():
+        yield Finding(
+            "warning",
+            "direction",
+            f"at the sampling policy {int(wrong.sum())} of {len(wrong)} tokens are pushed against their advantage",
+        )
+
+
+_RULES: tuple[Callable[[_Trial], Iterator[Finding]], ...] = (
+    _values_are_finite,
+    _same_on_both,
+    _has_gradient,
+    _survives_huge_ratios,
+    _rows_stand_alone,
+    _order_does_not_matter,
+    _leaves_weights_alone,
+    _changes_nothing_in_place,
+    _points_the_right_way,
+)
