@@ -37,6 +37,8 @@ class PackedLinear:
         self.bias = None if bias is None else bias.detach().clone()
         self._packed = packable(weight.device, weight.dtype)
         self._open: torch.Tensor | None = None
+        """Rows written so far; ``_missing`` says which are not."""
+        self._missing = torch.zeros(0, dtype=torch.bool)
         self._weight = self._pack(weight.detach())
 
     def _pack(self, weight: torch.Tensor) -> torch.Tensor:
@@ -46,21 +48,35 @@ class PackedLinear:
 
     def plain(self) -> torch.Tensor:
         """The weight (out, in) as the kernel holds it, or will after ``commit``; not to be written."""
-        if self._open is not None:
-            return self._open
-        return self._weight.to_dense() if self._packed else self._weight
+        held = self._weight
+        if self._packed and (self._open is None or bool(self._missing.any())):
+            held = held.to_dense()
+        if self._open is None:
+            return held
+        if bool(self._missing.any()):
+            self._open[self._missing] = held[self._missing]
+            self._missing.zero_()
+        return self._open
 
     def write_rows(self, begin: int, end: int, value: torch.Tensor) -> None:
-        """Overwrite rows; takes effect at ``commit``."""
+        """Overwrite rows; takes effect at ``commit`` at the latest (at once where ``value`` is the whole matrix).
+
+        Nothing is unpacked for a matrix that is written completely.
+        """
+        if end - begin == self.out_features:
+            self._weight, self._open = self._pack(value), None
+            return
         if self._open is None:
-            self._open = self.plain().clone()
+            shape = (self.out_features, self.in_features)
+            self._open = torch.empty(shape, dtype=self.dtype, device=self.device)
+            self._missing = torch.ones(self.out_features, dtype=torch.bool, device=self.device)
         self._open[begin:end].copy_(value)
+        self._missing[begin:end] = False
 
     def commit(self) -> None:
         """Pack what ``write_rows`` wrote."""
         if self._open is not None:
-            self._weight = self._pack(self._open)
-            self._open = None
+            self._weight, self._open = self._pack(self.plain()), None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x W^T + b``."""
