@@ -170,8 +170,10 @@ class _Heads:
         return x_KTD[:, start:end].unsqueeze(1).expand(-1, self.repeats, -1, -1)
 
 
-class _Blockwise(torch.autograd.Function):
-    """Attention of all runs; saves inputs, output and log-sum-exps, nothing quadratic.
+def attend_runs(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, runs: tuple[Run, ...]
+) -> tuple[Tensor, Tensor]:
+    """Attention of all runs: ``(H or K, T, D)`` in; ``(T, H, D)`` in the inputs' dtype and log-sum-exps ``(T, H)`` out.
 
     Half-precision inputs are widened for the kernel calls: on CPUs its bfloat16 backward is up to ten times
     slower than float32 on short runs and no faster on long ones, and the merge wants float32 anyway.
@@ -179,57 +181,82 @@ class _Blockwise(torch.autograd.Function):
     Every call works on views.  Laying short runs out as one padded batch was measured to cost more, since it copies
     queries, keys, values and outputs, than the calls that it saves.
     """
+    q, k, v = (_widen(x) for x in (query, key, value))
+    heads = _Heads(q.shape[0], k.shape[0])
+    out = q.new_empty((q.shape[1], q.shape[0], v.shape[2]))
+    lse = q.new_empty(out.shape[:2])
+
+    def attend(queries: tuple[int, int], run: Run, causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        keys, values = heads.key(k, run.start, run.stop), heads.key(v, run.start, run.stop)
+        part, part_lse = _flash(heads.query(q, *queries), keys, values, 0.0, causal, scale=scale)
+        return part, part_lse, heads.query(out.transpose(0, 1), *queries), heads.query(lse.t(), *queries)
+
+    for run in runs:
+        part, part_lse, whole, whole_lse = attend((run.start, run.stop), run, True)
+        whole.copy_(part)
+        whole_lse.copy_(part_lse)
+    for run in _forks(runs):
+        part, part_lse, whole, whole_lse = attend((run.stop, run.reach), run, False)
+        # The new part's share is exp(b) / (exp(a) + exp(b)) = sigmoid(b - a).
+        whole.lerp_(part, torch.sigmoid(part_lse - whole_lse).unsqueeze(-1))
+        whole_lse.copy_(torch.logaddexp(part_lse, whole_lse))
+    return out.to(query.dtype), lse
+
+
+def attend_runs_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    runs: tuple[Run, ...],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``query, key, value``, ``(T, H or K, D)`` each and at least float32.
+
+    ``grad_out`` and ``out`` are ``(T, H, D)``, ``lse`` is ``(T, H)``, the inputs are those of ``attend_runs``.
+    """
+    q, k, v = (_widen(x) for x in (query, key, value))
+    out_HTD, go_HTD = (_widen(x).transpose(0, 1) for x in (out, grad_out))
+    heads = _Heads(q.shape[0], k.shape[0])
+    # (T, H, D) storage: the projections' backward wants tokens outermost.
+    grads = [x.new_empty((x.shape[1], x.shape[0], x.shape[2])) for x in (q, k, v)]
+    dq, dk, dv = (x.transpose(0, 1) for x in grads)
+
+    def back(queries: tuple[int, int], run: Run, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+        go, at, merged, merged_lse = (heads.query(x, *queries) for x in (go_HTD, q, out_HTD, lse.t()))
+        keys, values = heads.key(k, run.start, run.stop), heads.key(v, run.start, run.stop)
+        gq, gk, gv = _flash_backward(go, at, keys, values, merged, merged_lse, 0.0, causal, scale=scale)
+        return gq.flatten(0, 1), gk.sum(1), gv.sum(1)
+
+    for run in runs:
+        own = slice(run.start, run.stop)
+        dq[:, own], dk[:, own], dv[:, own] = back((run.start, run.stop), run, True)
+    for run in _forks(runs):
+        own, rest = slice(run.start, run.stop), slice(run.stop, run.reach)
+        gq, gk, gv = back((run.stop, run.reach), run, False)
+        dq[:, rest] += gq
+        dk[:, own] += gk
+        dv[:, own] += gv
+    return grads[0], grads[1], grads[2]
+
+
+class _Blockwise(torch.autograd.Function):
+    """``attend_runs`` for autograd; saves inputs, output and log-sum-exps, nothing quadratic."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, runs: tuple[Run, ...]) -> Tensor:
-        q, k, v = (_widen(x[0]) for x in (query, key, value))
-        heads = _Heads(q.shape[0], k.shape[0])
-        out = q.new_empty((q.shape[1], q.shape[0], v.shape[2]))
-        lse = q.new_empty(out.shape[:2])
-
-        def attend(queries: tuple[int, int], run: Run, causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            keys, values = heads.key(k, run.start, run.stop), heads.key(v, run.start, run.stop)
-            part, part_lse = _flash(heads.query(q, *queries), keys, values, 0.0, causal, scale=scale)
-            return part, part_lse, heads.query(out.transpose(0, 1), *queries), heads.query(lse.t(), *queries)
-
-        for run in runs:
-            part, part_lse, whole, whole_lse = attend((run.start, run.stop), run, True)
-            whole.copy_(part)
-            whole_lse.copy_(part_lse)
-        for run in _forks(runs):
-            part, part_lse, whole, whole_lse = attend((run.stop, run.reach), run, False)
-            # The new part's share is exp(b) / (exp(a) + exp(b)) = sigmoid(b - a).
-            whole.lerp_(part, torch.sigmoid(part_lse - whole_lse).unsqueeze(-1))
-            whole_lse.copy_(torch.logaddexp(part_lse, whole_lse))
-        ctx.save_for_backward(query, key, value, out.to(query.dtype), lse)
+        out, lse = attend_runs(query[0], key[0], value[0], scale, runs)
+        ctx.save_for_backward(query, key, value, out, lse)
         ctx.scale, ctx.runs = scale, runs
-        return out.to(query.dtype).unsqueeze(0)
+        return out.unsqueeze(0)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, out, lse = ctx.saved_tensors
-        q, k, v = (_widen(x[0]) for x in (query, key, value))
-        out_HTD, go_HTD = (_widen(x).transpose(0, 1) for x in (out, grad_out[0]))
-        heads = _Heads(q.shape[0], k.shape[0])
-        # (T, H, D) storage: the projections' backward wants tokens outermost.
-        dq, dk, dv = (x.new_empty((x.shape[1], x.shape[0], x.shape[2])).transpose(0, 1) for x in (q, k, v))
-
-        def back(queries: tuple[int, int], run: Run, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-            go, at, merged, merged_lse = (heads.query(x, *queries) for x in (go_HTD, q, out_HTD, lse.t()))
-            keys, values = heads.key(k, run.start, run.stop), heads.key(v, run.start, run.stop)
-            gq, gk, gv = _flash_backward(go, at, keys, values, merged, merged_lse, 0.0, causal, scale=ctx.scale)
-            return gq.flatten(0, 1), gk.sum(1), gv.sum(1)
-
-        for run in ctx.runs:
-            own = slice(run.start, run.stop)
-            dq[:, own], dk[:, own], dv[:, own] = back((run.start, run.stop), run, True)
-        for run in _forks(ctx.runs):
-            own, rest = slice(run.start, run.stop), slice(run.stop, run.reach)
-            gq, gk, gv = back((run.stop, run.reach), run, False)
-            dq[:, rest] += gq
-            dk[:, own] += gk
-            dv[:, own] += gv
-        dq, dk, dv = (x.to(query.dtype).unsqueeze(0) for x in (dq, dk, dv))
+        grads = attend_runs_backward(grad_out[0], query[0], key[0], value[0], out, lse, ctx.scale, ctx.runs)
+        dq, dk, dv = (x.transpose(0, 1).to(query.dtype).unsqueeze(0) for x in grads)
         return dq, dk, dv, None, None
 
 

@@ -29,6 +29,7 @@ from slipstream.inference.embedded.pretrained import load_causal_lm, load_tokeni
 from slipstream.training import attention
 from slipstream.training.fused import lean_layers
 from slipstream.training.layout import Layout, plan_layouts
+from slipstream.training.lean import GradientSink, LeanStack
 from slipstream.training.scorer import Head, Kept, score_tokens
 from slipstream.trajectory import SamplingSpec
 
@@ -49,6 +50,7 @@ class PolicyModel:
         # Before adapters exist: the probe compares plain layers (an adapter starts as zero, but dropout is random).
         lean_layers(model)
         self.peft: Any = _add_adapters(model, lora, settings.path) if lora.rank > 0 else None
+        self._lean: LeanStack | None = None
         if settings.gradient_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
 
@@ -89,6 +91,13 @@ class PolicyModel:
                 parameter.data = parameter.data.to(self.dtype)
         self.hf.config.dtype = self.dtype
 
+    def lean(self, sink: GradientSink | None) -> None:
+        """From now on run the body as ``LeanStack`` where that computes the same.
+
+        Call after ``cast()``.  Weight gradients go to ``sink``; None for a frozen model.
+        """
+        self._lean = LeanStack.of(self.hf, sink, checkpointing=self.settings.gradient_checkpointing)
+
     def freeze(self) -> None:
         """Make every parameter constant (a reference)."""
         self.hf.requires_grad_(False)
@@ -111,6 +120,8 @@ class PolicyModel:
         ids = torch.as_tensor(layout.ids_T, device=self.device)[None]
         if int(layout.ids_T.max()) >= self.hf.get_input_embeddings().weight.shape[0]:
             raise ModelError(f"token id {int(layout.ids_T.max())} lies outside the model's vocabulary")
+        if self._lean is not None:
+            return self._lean(layout)
         positions = torch.as_tensor(layout.positions_T, device=self.device)[None]
         # Never a mask and never a cache: either would let packed rows see each other.
         out = self.hf.base_model(input_ids=ids, position_ids=positions, use_cache=False)
@@ -139,9 +150,11 @@ class PolicyModel:
         Without adapters the tensors are the live parameters (no copies).
         """
         from transformers.core_model_loading import revert_weight_conversion
-        from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-        state = remove_tied_weights_from_state_dict(dict(self.hf.state_dict()), self.hf)
+        # Transformers' own removal of tied weights would copy every master, since they lie in one buffer.
+        state, tied = dict(self.hf.state_dict()), set(self.hf.all_tied_weights_keys)
+        sources = {tensor.data_ptr() for name, tensor in state.items() if name not in tied}
+        state = {name: t for name, t in state.items() if name not in tied or t.data_ptr() not in sources}
         if self.peft is not None:
             state = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
             state = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items()}

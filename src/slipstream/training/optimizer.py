@@ -63,6 +63,7 @@ class MasterOptimizer:
         self._problem = ""
         self._fresh: set[str] = set()
         self._spans: dict[str, tuple[int, int]] = {}
+        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         cursor = 0
         for name, parameter in self.parameters.items():
             self._spans[name] = (cursor, cursor + parameter.numel())
@@ -111,16 +112,46 @@ class MasterOptimizer:
 
     def _collector(self, name: str) -> Any:
         def collect(parameter: Tensor) -> None:
-            view = self._view(self._grad, name)
-            assert parameter.grad is not None
-            if name in self._fresh:
-                view.add_(parameter.grad)
-            else:
-                view.copy_(parameter.grad)
-                self._fresh.add(name)
-            parameter.grad = None
+            if parameter.grad is not None:  # None where a lean layer has given it to the sink already
+                self.add_gradient(parameter, parameter.grad)
+                parameter.grad = None
 
         return collect
+
+    # ---- the sink of lean layers (``slipstream.training.lean.GradientSink``)
+
+    def _claim(self, parameter: Tensor) -> tuple[Tensor, bool]:
+        """The view of a parameter's gradient, and whether it holds a part of this step's already."""
+        name = self._names[id(parameter)]
+        fresh = name in self._fresh
+        self._fresh.add(name)
+        return self._view(self._grad, name), fresh
+
+    def add_gradient(self, parameter: Tensor, value: Tensor) -> None:
+        """``gradient += value``."""
+        view, fresh = self._claim(parameter)
+        if fresh:
+            view.add_(value)
+        else:
+            view.copy_(value)
+
+    def add_product(self, parameter: Tensor, left_TO: Tensor, right_TI: Tensor) -> None:
+        """``gradient += left^T right``, in float32 without a temporary."""
+        if left_TO.dtype != self._grad.dtype:
+            self.add_gradient(parameter, left_TO.t() @ right_TI)
+            return
+        view, fresh = self._claim(parameter)
+        if fresh:
+            view.addmm_(left_TO.t(), right_TI)
+        else:
+            torch.mm(left_TO.t(), right_TI, out=view)
+
+    def add_rows(self, parameter: Tensor, ids_T: Tensor, value_TD: Tensor) -> None:
+        """``gradient[ids[t]] += value[t]``, in order."""
+        view, fresh = self._claim(parameter)
+        if not fresh:
+            view.zero_()
+        view.index_add_(0, ids_T, value_TD.to(view.dtype))
 
     def zero_grad(self) -> None:
         """Drop accumulated gradients and any recorded problem."""

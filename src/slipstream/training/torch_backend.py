@@ -118,6 +118,7 @@ class TorchBackend:
         own = dict(self._critic.head_parameters()) if self._critic is not None and shared else {}
         self._optimizer = MasterOptimizer(self._policy.trainable() | own, self.training.optimizer, total_steps)
         self._policy.cast()
+        self._policy.lean(self._optimizer)
         self._policy.check_packing()
         self._critic_optimizer: MasterOptimizer | None = None
         if self._critic is not None and not shared:
@@ -125,6 +126,7 @@ class TorchBackend:
                 self._critic.trainable(), self._critic_settings.optimizer, total_steps
             )
             self._critic.backbone.cast()
+            self._critic.backbone.lean(self._critic_optimizer)
         self._reference = self._frozen(self.model_settings) if REFERENCE in self.handles and lora.rank == 0 else None
         self._teacher: PolicyModel | None = None
         if TEACHER in self.handles and self._teacher_path is not None:
@@ -149,6 +151,7 @@ class TorchBackend:
         model = PolicyModel.load(settings, LoraSettings(), device=self._device)
         model.cast()
         model.freeze()
+        model.lean(None)
         return model
 
     @property
