@@ -44,7 +44,7 @@ native default, not SkyRL's; `slipstream plan` lists the defaults that differ.
 
 def reference() -> str:
     """The whole page, ending in one newline."""
-    parts = [_INTRO, "## Settings\n", _section("", "The run", ["run_dir", "seed"])]
+    parts = [_INTRO, "## Settings\n", _section("", "The run", [key for key in leaves() if "." not in key])]
     for path, section in sections().items():
         own = [key for key in leaves() if key.rsplit(".", 1)[0] == path]
         parts.append(_section(path, (section.__doc__ or "").strip(), own))

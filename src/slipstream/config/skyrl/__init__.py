@@ -50,6 +50,11 @@ _LOCAL = (
 """Where a run lies and how it is fed: no one expects these to be SkyRL's."""
 
 
+_CLIP = {"algorithm.clip_low", "algorithm.clip_high"}
+_CLIPPED_AT_TWO_TENTHS = {"ppo_clip", "dual_clip", "clip_cov"}
+"""Losses whose own clip, which null stands for, is SkyRL's default."""
+
+
 @dataclass
 class Translation:
     """``values`` and ``implied`` hold ``native path -> (value, SkyRL key)``; implied ones give way to native keys."""
@@ -106,7 +111,8 @@ def _apply(out: Translation, rule: Rule, value: Any, view: View) -> None:
         for path, item in made.items():
             _put(out.values, path, item, rule.key)
         for path, convert in verdict.implied.items():
-            out.implied.setdefault(path, (convert(value, view), rule.key))
+            if (implied := convert(value, view)) != {}:
+                out.implied.setdefault(path, (implied, rule.key))
         shown = ", ".join(f"{path}={item!r}" for path, item in made.items()) or "the default stays"
         out.notes.append(Note(rule.key, "mapped", shown))
     elif isinstance(verdict, Met):
@@ -174,6 +180,8 @@ def differing_defaults(given: Mapping[str, Any], native: Mapping[str, Any], curr
         for path, value in made.items():
             known = path in native or path in taken.values or path in taken.implied
             if known or path.startswith(_LOCAL) or path not in current or same(current[path], value):
+                continue
+            if current[path] is None and path in _CLIP and current["algorithm.loss"] in _CLIPPED_AT_TWO_TENTHS:
                 continue
             notes.setdefault(path, Note(path, "differs", f"{current[path]!r} here; SkyRL's {key} gives {value!r}"))
     return list(notes.values())

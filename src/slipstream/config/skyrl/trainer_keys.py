@@ -5,8 +5,10 @@ Owns: the verdicts.  Refuses: reading files.  Every default here is SkyRL's.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from slipstream.config.skyrl.algorithm_keys import ESTIMATOR
 from slipstream.config.skyrl.rules import (
     Idle,
     Mapped,
@@ -42,7 +44,6 @@ KEEP_ALL = 1_000_000
 ASYNC = ("trainer.fully_async.enabled", True)
 ONE_DIRECTORY = "everything that a run writes lies in one directory"
 MEGATRON = "trainer.strategy=megatron"
-CRITIC = "trainer.algorithm.advantage_estimator=gae"
 
 
 def sampled_total(value: Any, view: View) -> int:
@@ -59,14 +60,14 @@ def sampled_total(value: Any, view: View) -> int:
 
 
 def _minibatches(value: Any, view: View) -> int:
-    size = positive(value, "trainer.policy_mini_batch_size")
+    size = positive(value, view.key)
     batch = view.skyrl.get("trainer.train_batch_size", view.native.get("schedule.prompts_per_step"))
     if batch is None:
         raise Unsupported("a mini-batch is a part of trainer.train_batch_size", "set trainer.train_batch_size too")
     if positive(batch, "trainer.train_batch_size") % size:
         raise Unsupported(
-            f"train_batch_size {batch} is not divisible by policy_mini_batch_size {size}",
-            "choose a divisor, or set algorithm.minibatches_per_step",
+            f"train_batch_size {batch} is not divisible by {view.key.rpartition('.')[2]} {size}",
+            "choose a divisor",
         )
     return int(batch) // size
 
@@ -143,7 +144,16 @@ _BATCHES = [
         256,
         Mapped("algorithm.minibatches_per_step", _minibatches, "train_batch_size / policy_mini_batch_size"),
     ),
-    Rule("trainer.critic_mini_batch_size", 256, Idle(CRITIC)),
+    Rule(
+        "trainer.critic_mini_batch_size",
+        256,
+        Mapped(
+            "algorithm.critic.minibatches_per_step",
+            _minibatches,
+            "train_batch_size / critic_mini_batch_size",
+            gate=ESTIMATOR,
+        ),
+    ),
     Rule("trainer.update_epochs_per_batch", 1, Mapped("algorithm.epochs_per_step")),
     Rule(
         "trainer.micro_train_batch_size_per_gpu",
@@ -378,15 +388,28 @@ _REFERENCE = [
 ]
 
 _CRITIC = [
-    Rule(rule.key, rule.default, Idle(CRITIC))
-    for rule in (
-        Rule("trainer.critic.model.path", None, Idle(CRITIC)),
-        *lora("trainer.critic.model.lora"),
-        *int4("trainer.critic.model.fake_int4_qat"),
-        *optimizer("trainer.critic.optimizer_config", ""),
-        *fsdp("trainer.critic.fsdp_config"),
-        *parallel("trainer.critic"),
-    )
+    Rule("trainer.critic.model.path", None, Mapped("algorithm.critic.path", gate=ESTIMATOR)),
+    Rule(
+        "trainer.critic.model.lora.rank",
+        0,
+        Refused("all weights of the critic are trained; it has no adapters", "leave it at 0"),
+    ),
+    *(
+        Rule(rule.key, rule.default, Idle("trainer.critic.model.lora.rank"))
+        for rule in lora("trainer.critic.model.lora")
+        if not rule.key.endswith(".rank")
+    ),
+    *int4("trainer.critic.model.fake_int4_qat"),
+    *(
+        replace(
+            rule,
+            default=5e-6 if rule.key.endswith(".lr") else rule.default,
+            verdict=replace(rule.verdict, gate=ESTIMATOR) if isinstance(rule.verdict, Mapped) else rule.verdict,
+        )
+        for rule in optimizer("trainer.critic.optimizer_config", "algorithm.critic.optimizer")
+    ),
+    *fsdp("trainer.critic.fsdp_config"),
+    *parallel("trainer.critic"),
 ]
 
 _ASYNC = [
