@@ -50,15 +50,16 @@ def arguments(model: Path, run_dir: Path, *overrides: str) -> list[str]:
     ]  # fmt: skip
 
 
-def start(model: Path, run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
-    """Start the run in a process of its own, in its own process group."""
+def start(model: Path, run_dir: Path, *overrides: str, path: Path | None = None) -> subprocess.Popen[str]:
+    """Start the run in a process of its own, in its own process group; ``path`` holds modules of its own."""
+    folders = [Path(__file__).parent, *([path] if path is not None else [])]
     return subprocess.Popen(
         arguments(model, run_dir, *overrides),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, folders))},
     )
 
 
