@@ -30,12 +30,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.inference.embedded.linear import packable
+from slipstream.inference.embedded.linear import product
 from slipstream.inference.embedded.llama import LlamaRunner
 from slipstream.training.attention import BLOCKWISE, attend_runs, attend_runs_backward
 from slipstream.training.layout import Layout
-
-_onednn = torch.ops.mkldnn._linear_pointwise
 
 
 class GradientSink(Protocol):
@@ -55,35 +53,22 @@ class GradientSink(Protocol):
 
 
 class _Linear:
-    """``y = x W^T + b`` on the layer's own parameters, forward and backward.
-
-    oneDNN reads plain weights, measured 8 to 10 % faster than the BLAS behind ``mm`` in float32, and adds another
-    tensor on the way out.
-    """
+    """``y = x W^T + b`` on the layer's own parameters, forward and backward."""
 
     def __init__(self, layer: torch.nn.Linear) -> None:
         self.layer = layer
-        self.fast = packable(layer.weight.device, layer.weight.dtype)
-
-    def _product(self, x: Tensor, weight_OI: Tensor, bias: Tensor | None, plus: Tensor | None) -> Tensor:
-        if self.fast:
-            if plus is None:
-                return _onednn(x, weight_OI, bias, "none", [], "")
-            return _onednn.binary(x, plus, weight_OI, bias, "add")
-        out = F.linear(x, weight_OI, bias)
-        return out if plus is None else out.add_(plus)
 
     def forward(self, x_TI: Tensor, plus: Tensor | None = None) -> Tensor:
         """``x W^T + b``, and ``plus`` where given."""
         bias = self.layer.bias
-        return self._product(x_TI, self.layer.weight.detach(), None if bias is None else bias.detach(), plus)
+        return product(x_TI, self.layer.weight.detach(), None if bias is None else bias.detach(), plus)
 
     def backward(self, grad_TO: Tensor, x_TI: Tensor, sink: GradientSink, plus: Tensor | None = None) -> Tensor:
         """Give the parameters' gradients to ``sink``; returns that of ``x``, and ``plus`` where given."""
         sink.add_product(self.layer.weight, grad_TO, x_TI)
         if self.layer.bias is not None:
             sink.add_gradient(self.layer.bias, grad_TO.sum(0, dtype=torch.float32))
-        return self._product(grad_TO, self.layer.weight.detach().t(), None, plus)
+        return product(grad_TO, self.layer.weight.detach().t(), plus=plus)
 
 
 class _Norm:
@@ -95,16 +80,17 @@ class _Norm:
 
     def scale(self, x: Tensor) -> Tensor:
         """``1 / sqrt(mean(x^2) + eps)``, with a last axis of 1."""
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        norm = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)
         return norm.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_()
 
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
         """``weight * (x * scale)``, rounded to the dtype after each product as the reference models do."""
-        return torch.mul(x, scale, out=torch.empty_like(x)).mul_(self.parameter.detach())
+        return (x.float() * scale).to(x.dtype).mul_(self.parameter.detach())
 
     def backward(self, grad: Tensor, x: Tensor, scale: Tensor, sink: GradientSink) -> Tensor:
         """Gradient of ``x``, to be multiplied by ``scale`` (the caller can fuse that with a sum)."""
-        unit, wide, weight = x * scale, grad.float(), self.parameter.detach().float()
+        # Widened first: products of mixed dtypes take twice as long.
+        unit, wide, weight = x.float() * scale, grad.float(), self.parameter.detach().float()
         product = unit * wide
         sink.add_gradient(self.parameter, product.flatten(0, -2).sum(0))
         lean = (product @ weight).div_(x.shape[-1]).unsqueeze(-1)

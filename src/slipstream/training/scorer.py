@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.inference.embedded.linear import product
+
 # Rows of a chunk are reduced in slices of about this many elements, so that the passes of one slice
 # (widen, max, exp, sum) run in cache.
 _SLICE_ELEMENTS = 1 << 20
@@ -86,10 +88,6 @@ def score_tokens(
     return logprobs, entropies if entropy else None
 
 
-def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(hidden, weight, bias)
-
-
 def _logits(raw: Tensor, temperature: Tensor, softcap: float | None) -> Tensor:
     """A fresh float32 tensor of capped, tempered logits."""
     z = raw.to(torch.float32, copy=True)
@@ -117,7 +115,7 @@ class _Score(torch.autograd.Function):
         lse, picked, entropies = (torch.zeros(total, dtype=torch.float32, device=hidden.device) for _ in range(3))
         raw = None
         for start in range(0, total, chunk):
-            raw = _project(hidden[start : start + chunk], weight, bias)
+            raw = product(hidden[start : start + chunk], weight, bias)
             for low in range(0, raw.shape[0], step):
                 at = slice(start + low, min(start + low + step, start + raw.shape[0]))
                 z = _logits(raw[low : low + step], temperature[at], softcap)
@@ -150,7 +148,7 @@ class _Score(torch.autograd.Function):
         for start in starts:
             h = hidden[start : start + ctx.chunk]
             kept = ctx.last if start == starts[-1] else None
-            raw = kept if kept is not None else _project(h, weight, bias)
+            raw = kept if kept is not None else product(h, weight, bias)
             for low in range(0, raw.shape[0], ctx.step):
                 at = slice(start + low, min(start + low + ctx.step, start + raw.shape[0]))
                 entropy = (grad_entropy[at], entropies[at]) if ctx.entropy else None
@@ -166,7 +164,7 @@ class _Score(torch.autograd.Function):
                 )
             # ``raw`` now holds the gradient with respect to the logits.
             if d_hidden is not None:
-                d_hidden[start : start + ctx.chunk] = raw @ weight
+                d_hidden[start : start + ctx.chunk] = product(raw, weight.t())
             if need_weight:
                 part = raw.t() @ h
                 if len(starts) == 1:

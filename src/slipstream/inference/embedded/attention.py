@@ -28,6 +28,9 @@ RowIndex: TypeAlias = "Tensor | slice | None"
 """Some rows; None means all."""
 
 
+_WIDTH_STEP = 16  # row tokens
+
+
 @dataclass
 class Segment:
     """Packed tokens ``[begin, end)`` fill ``node``; with ``reread`` they only re-read its last token."""
@@ -54,6 +57,8 @@ class DecodeBatch:
     """Blocks read once for several rows, and which rows."""
     write_index: Tensor | None = None
     mask: Tensor | None = None
+    width: int = 0
+    """Row tokens that attention reads: the longest row's, rounded up; the rest of the capacity is not touched."""
 
 
 class RowStore:
@@ -79,7 +84,6 @@ class RowStore:
 
     def reserve(self, rows: int, capacity: int, live_rows: int) -> None:
         """Make room (and give much unused room back); rows ``[0, live_rows)`` keep their content."""
-        # Attention reads rows to their full capacity (a narrower view would be copied), so slack is kept small.
         roomy = self.capacity > 2 * capacity + 64
         if rows <= self.rows and capacity <= self.capacity and not roomy:
             return
@@ -129,7 +133,8 @@ class RowStore:
         heads = torch.arange(self.kv_heads, device=self.device)[None, None, :]
         index = ((halves + rows) * self.kv_heads + heads) * self.capacity + lengths[:, None, None]
         batch.write_index = index.reshape(-1)
-        hidden = torch.arange(self.capacity, device=self.device)[None, :] > lengths[:, None]
+        batch.width = min(self.capacity, -(-(max(batch.lengths) + 1) // _WIDTH_STEP) * _WIDTH_STEP)
+        hidden = torch.arange(batch.width, device=self.device)[None, :] > lengths[:, None]
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -math.inf)
         batch.mask = mask.repeat_interleave(self.kv_heads, 0)[:, None, :]
 
@@ -254,7 +259,7 @@ class ForwardPlan:
         groups = heads // kv_heads
         # Rows and heads are neighbours in memory, so (n, K) folds into one batch dimension without a copy.
         folded = store.buffer[layer].view(2, store.rows * kv_heads, store.capacity, dim)
-        keys, values = folded[:, : n * kv_heads]
+        keys, values = folded[:, : n * kv_heads, : batch.width]
         q_rows = q.reshape(n * kv_heads, groups, dim)
         mask = batch.mask.expand(-1, groups, -1)
         scores = torch.baddbmm(mask, q_rows, keys.transpose(1, 2), alpha=scale)

@@ -25,6 +25,17 @@ _FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _STATIC_ROPES = frozenset({"default", "linear", "llama3", "yarn"})
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+    """``weight * x / sqrt(mean(x^2) + eps)`` over the last axis; statistics in float32, ``eps`` a float32 scalar.
+
+    Torch's own squares in bfloat16 on a CPU, which is slow: measured on 800 rows of 576, 2.4 ms against 0.27 ms here.
+    """
+    wide = x.float()
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    return (wide * scale).to(x.dtype).mul_(weight)
+
+
 @dataclass
 class _Layer:
     input_norm: Tensor
@@ -81,12 +92,12 @@ class LlamaRunner:
         self.kv_heads = int(config.num_key_value_heads)
         self.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // self.heads)
         self.hidden = int(config.hidden_size)
-        self.eps = float(config.rms_norm_eps)
         self.scale = float(self.head_dim) ** -0.5
         weights = {name: value.detach() for name, value in model.named_parameters(remove_duplicate=False)}
         self.embedding = weights["model.embed_tokens.weight"].clone()
         self.vocab_size = int(self.embedding.shape[0])
         self.dtype, self.device = self.embedding.dtype, self.embedding.device
+        self.eps = torch.tensor(float(config.rms_norm_eps), dtype=torch.float32, device=self.device)
         self._slots: dict[str, _Slot] = {}
         self._stack = [self._layer(weights, f"model.layers.{i}.") for i in range(self.layers)]
         self.norm = self._tensor(weights, "model.norm.weight")
@@ -150,15 +161,15 @@ class LlamaRunner:
         """Hidden states after the last norm, (M, hidden)."""
         x = F.embedding(plan.token_ids, self.embedding)
         cos, sin = self.cos[plan.positions], self.sin[plan.positions]
-        shape, eps, dim = (self.hidden,), self.eps, self.head_dim
+        eps, dim = self.eps, self.head_dim
         heads, kv_heads = self.heads, self.kv_heads
         turned = heads + kv_heads
         last = self.layers - 1
         for i, layer in enumerate(self._stack):
-            qkv = layer.qkv(F.rms_norm(x, shape, layer.input_norm, eps)).view(-1, turned + kv_heads, dim)
+            qkv = layer.qkv(rms_norm(x, layer.input_norm, eps)).view(-1, turned + kv_heads, dim)
             if layer.q_norm is not None and layer.k_norm is not None:
-                qkv[:, :heads] = F.rms_norm(qkv[:, :heads], (dim,), layer.q_norm, eps)
-                qkv[:, heads:turned] = F.rms_norm(qkv[:, heads:turned], (dim,), layer.k_norm, eps)
+                qkv[:, :heads] = rms_norm(qkv[:, :heads], layer.q_norm, eps)
+                qkv[:, heads:turned] = rms_norm(qkv[:, heads:turned], layer.k_norm, eps)
             # Rotary on q and k at once: halves (a, b) become (a cos - b sin, b cos + a sin).
             halves = qkv[:, :turned].view(-1, turned, 2, dim // 2)
             swapped = halves.flip(2)
@@ -168,9 +179,9 @@ class LlamaRunner:
                 # Only the wanted rows go on: their keys are stored, the rest of the layer is theirs alone.
                 mixed, x = mixed[wanted], x[wanted]
             x = layer.out.plus(mixed, x)
-            y = F.rms_norm(x, shape, layer.post_norm, eps)
+            y = rms_norm(x, layer.post_norm, eps)
             x = layer.down.plus(layer.up.times(y, layer.gate.silu(y)), x)
-        return F.rms_norm(x, shape, self.norm, eps)
+        return rms_norm(x, self.norm, eps)
 
     def logits(self, features: Tensor) -> Tensor:
         """(M, hidden) -> (M, vocab)."""
