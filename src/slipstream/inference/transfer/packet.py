@@ -32,7 +32,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -46,6 +45,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from slipstream.errors import InferenceError
+from slipstream.inference.checksum import crc32
 from slipstream.inference.transfer.raw import THREADS, Bytes, Raw, checksums, digest, item_size
 
 FORMAT = "slipstream-packet/1"
@@ -148,7 +148,7 @@ def _pack(name: str, like: Raw, difference: Words, checksum: str) -> tuple[Block
         gap = next(size for size in (1, 2, 4, 8) if int(gaps.max()) < 1 << (8 * size))
         body = _planes(gaps.astype(_WORDS[gap])) + _planes(_zigzag(difference[changed]))
     stored = np.frombuffer(_codec().compress(body), np.uint8)
-    return Block(name, like.dtype, like.shape, mode, checksum, count, gap, zlib.crc32(stored.data)), stored
+    return Block(name, like.dtype, like.shape, mode, checksum, count, gap, crc32(stored.data)), stored
 
 
 def _unpack(block: Block, stored: Bytes) -> tuple[npt.NDArray[np.int64] | None, Words]:
@@ -177,7 +177,7 @@ def _write(path: Path, header: Header, stored: Mapping[str, Bytes]) -> int:
     text = json.dumps({"format": FORMAT, **asdict(header)}, separators=(",", ":"))
     part = path.with_name(path.name + ".part")
     try:
-        save_file(dict(stored), part, {"header": text, "crc": f"{zlib.crc32(text.encode()):08x}"})
+        save_file(dict(stored), part, {"header": text, "crc": f"{crc32(text.encode()):08x}"})
         size = part.stat().st_size
         os.replace(part, path)
     except (OSError, SafetensorError) as error:
@@ -200,7 +200,7 @@ class Packet:
             self._file = safe_open(str(path), framework="np")
             meta = self._file.metadata() or {}
             text = meta.get("header", "")
-            if f"{zlib.crc32(text.encode()):08x}" != meta.get("crc"):
+            if f"{crc32(text.encode()):08x}" != meta.get("crc"):
                 raise InferenceError(f"{path}: not a packet of weights, or its header is damaged")
             fields = json.loads(text)
         except (OSError, SafetensorError) as error:
@@ -222,7 +222,7 @@ class Packet:
                 raise InferenceError(f"{self.path}: {block.name} is missing ({error})") from error
 
         def check(name_crc: tuple[str, int]) -> None:
-            if zlib.crc32(found[name_crc[0]].data) != name_crc[1]:
+            if crc32(found[name_crc[0]].data) != name_crc[1]:
                 raise InferenceError(f"{self.path}: the bytes of {name_crc[0]} are damaged")
 
         _each(check, [(b.name, b.crc) for b in self.header.blocks if b.name in found])
@@ -235,7 +235,7 @@ def write_anchor(path: Path, tensors: Mapping[str, Raw], version: str, sums: Map
 
     def block(item: tuple[str, Raw]) -> Block:
         name, raw = item
-        crc = zlib.crc32(raw.data.data)
+        crc = crc32(raw.data.data)
         return Block(name, raw.dtype, raw.shape, "whole", sums[name], raw.data.size, crc=crc)
 
     header = Header(version, digest(sums), None, None, tuple(_each(block, tensors.items())))
