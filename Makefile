@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 SEED   ?= 0
 FULL   ?=
 
-.PHONY: setup quickstart test lint types docs drill bench-trl bench-decode results clean
+.PHONY: setup quickstart test lint types docs drill bench-trl bench-decode bench-sync results clean
 
 setup: $(STAMP)
 
@@ -22,7 +22,7 @@ quickstart: $(STAMP)
 	$(BIN)/slipstream quickstart --seed $(SEED) $(if $(FULL),--full)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not proof"
+	$(BIN)/python -m pytest -m "not proof and not vllm"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -43,6 +43,9 @@ bench-trl: $(STAMP)
 
 bench-decode: $(STAMP)
 	$(BIN)/python benchmarks/decode.py
+
+bench-sync: $(STAMP)
+	$(BIN)/python benchmarks/weight_sync.py
 
 # Quickstart over three seeds, short and full; rewrites docs/results.md.
 results: $(STAMP)
