@@ -282,6 +282,40 @@ def _print_findings(subject: str, findings: Sequence[Any]) -> None:
         raise typer.Exit(FOUND)
 
 
+@app.command()
+def simulate(
+    items: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(metavar="[FILE | KEY=VALUE]...", help="Scenario: YAML files and overrides, later ones on top."),
+    ] = None,
+    from_run: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--run", help="Fit lengths, latencies, updates and publishes from a run's ledger first."),
+    ] = None,
+    only: Annotated[bool, typer.Option("--only", help="Only the scenario's own schedule, not all of them.")] = False,
+    page: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--html", help="Write a page with the time lines."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every figure as JSON instead.")] = False,
+) -> None:
+    """Compare schedules by simulation: throughput, idle shares, lag.  No model, no engine, no data."""
+    from slipstream.cli import simulation
+
+    done = simulation.run(items or [], from_run, only)
+    if page is not None:
+        done.write(page)
+    if as_json:
+        print(done.as_json())
+        return
+    for note in done.notes:
+        print(note)
+    _table(done.columns, done.rows)
+    print(done.picture)
+    if page is not None:
+        print(f"\npage: {page}")
+
+
 @check_app.command("env")
 def check_env(
     env: Annotated[str, typer.Argument(metavar="ID|MODULE:CLASS", help="The environment.")],
@@ -330,6 +364,30 @@ def check_loss(
     _print_findings(loss, run_checks(loss, key_values(setting or [])))
 
 
+@check_app.command("run")
+def check_run(
+    items: Items = None,
+    folder: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Where the smoke job is written; must not exist. Default: check in the run's directory."),
+    ] = None,
+) -> None:
+    """Four admission checks on a small smoke job that is killed and resumed; exit code 1 when one fails."""
+    from slipstream.cli.inputs import runnable
+
+    settings = runnable(items or [])
+    from slipstream.trainers.admission import check_run as run_checks
+
+    findings = run_checks(settings, folder or settings.run_dir / "check", lambda text: print(text, file=sys.stderr))
+    for finding in findings:
+        print(finding)
+    failed = sum(finding.verdict == "fail" for finding in findings)
+    warned = sum(finding.verdict == "warn" for finding in findings)
+    print(f"verdict: {'not admitted' if failed else 'admitted'} ({failed} failed, {warned} warnings)")
+    if failed:
+        raise typer.Exit(FOUND)
+
+
 @check_app.command("machine")
 def check_machine(
     folder: Annotated[Path, typer.Option(help="Where runs would be written.")] = Path(),
@@ -357,6 +415,46 @@ def ledger(
     from slipstream.ledger import query
 
     _print_result(query(run, sql), form)
+
+
+@app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    step: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Repeat only this step's update, from the ledger; no engine takes part."),
+    ] = None,
+    into: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Where the repeated run is written; default: replay in the run."),
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(min=0, help="Of --step: the largest difference that is no finding.")
+    ] = 1e-4,
+) -> None:
+    """Repeat a recorded run (exact mode) or one update, and compare; exit code 1 when they differ."""
+    from slipstream.trainers.replay import replay_run, replay_update
+
+    if step is not None:
+        update = replay_update(run, step)
+        _table(
+            ("metric", "recorded", "repeated"),
+            [(name, _number(a), _number(b)) for name, (a, b) in sorted(update.metrics.items())],
+        )
+        equal = "equal to the bit" if update.gap == 0 else f"largest difference {update.gap:.3g}"
+        print(f"step {step} from {update.began_at} ({update.updates} updates), {update.tokens} tokens: {equal}")
+        if update.gap > tolerance:
+            raise typer.Exit(FOUND)
+        return
+    whole = replay_run(run, into)
+    weights = {True: "weights equal to the bit", False: "weights DIFFER", None: "no final weights to compare"}
+    print(
+        f"{whole.steps} steps repeated in {whole.replayed_in}: "
+        + (f"steps {list(whole.differing)} differ" if whole.differing else "every step equal to the bit")
+        + f", evaluations {'equal' if whole.evaluations_equal else 'DIFFER'}, {weights[whole.weights_equal]}"
+    )
+    if not whole.equal:
+        raise typer.Exit(FOUND)
 
 
 @app.command()

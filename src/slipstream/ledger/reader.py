@@ -226,25 +226,51 @@ class LedgerReader:
         has superseded tokens); two runs with the same seed in exact mode, interrupted or not, agree.
         Trajectories are hashed sorted by prompt, pass, sample and attempt.
         """
-        digest = hashlib.blake2b(digest_size=16)
-
-        def add(tag: str, value: Any) -> None:
-            text = json.dumps([tag, value], sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-            digest.update(text.encode() + b"\n")
+        digest = _Digest()
 
         def wanted(step: int | None) -> bool:
             return upto_step is None or (step is not None and step <= upto_step)
 
         events = [e for e in self.events(live_only=True) if e.kind in ("step", "eval") and wanted(e.step)]
         for event in sorted(events, key=lambda e: (e.step, e.kind, str(e.data.get("stage")), str(e.data.get("name")))):
-            data = {k: v for k, v in event.data.items() if k != "account"}
-            add(event.kind, [event.step, content(data)])
-            rows = read_parquet(self.run_dir / TRAJECTORIES / event.clock["file"])
-            for row in sorted(rows, key=lambda r: (r["prompt_uid"], r["pass_index"], r["sample"], r["attempt"])):
-                row["env_metrics"] = sorted((k, v) for k, v in row["env_metrics"] if not is_clock(k))
-                add("trajectory", content({k: v for k, v in row.items() if k not in CLOCK_COLUMNS}))
+            self._add_event(digest, event)
         for metrics in sorted(self.metrics(), key=lambda m: (m.phase, m.step)):
             if metrics.phase != "train" or wanted(metrics.step):
-                values = {k: v for k, v in metrics.values.items() if not k.startswith(tuple(without))}
-                add("metrics", [metrics.phase, metrics.step, content(values)])
+                digest.add_metrics(metrics, without)
         return digest.hexdigest()
+
+    def step_digests(self, *, without: Sequence[str] = ()) -> dict[int, str]:
+        """The content digest of every live RL step by itself: its event, trajectories and metrics."""
+        digests: dict[int, _Digest] = {}
+        for event in self.events("step", live_only=True):
+            self._add_event(digests.setdefault(int(event.step or 0), _Digest()), event)
+        for row in self.metrics("train"):
+            if row.step in digests:
+                digests[row.step].add_metrics(row, without)
+        return {step: digest.hexdigest() for step, digest in digests.items()}
+
+    def _add_event(self, digest: _Digest, event: Event) -> None:
+        data = {k: v for k, v in event.data.items() if k != "account"}
+        digest.add(event.kind, [event.step, content(data)])
+        rows = read_parquet(self.run_dir / TRAJECTORIES / event.clock["file"])
+        for row in sorted(rows, key=lambda r: (r["prompt_uid"], r["pass_index"], r["sample"], r["attempt"])):
+            row["env_metrics"] = sorted((k, v) for k, v in row["env_metrics"] if not is_clock(k))
+            digest.add("trajectory", content({k: v for k, v in row.items() if k not in CLOCK_COLUMNS}))
+
+
+class _Digest:
+    """A running hash of tagged JSON values."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def add(self, tag: str, value: Any) -> None:
+        text = json.dumps([tag, value], sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        self._hash.update(text.encode() + b"\n")
+
+    def add_metrics(self, row: MetricsRow, without: Sequence[str]) -> None:
+        values = {k: v for k, v in row.values.items() if not k.startswith(tuple(without))}
+        self.add("metrics", [row.phase, row.step, content(values)])
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()

@@ -98,6 +98,17 @@ class Parts:
         await self.closing.aclose()
 
 
+def build_backend(settings: RunSettings) -> TorchBackend:
+    """The training backend with the handles that the settings need; raises ``ModelError`` or ``SettingsError``."""
+    needs_reference = settings.algorithm.kl_coef > 0
+    return TorchBackend(
+        settings.model,
+        settings.training,
+        handles=("policy", "reference") if needs_reference else ("policy",),
+        seed=settings.seed,
+    )
+
+
 CustomGenerator = Generator | Callable[[Parts], Any] | Any
 """A generator object (``generate_group``, or SkyRL's ``generate``), or a function that builds one from the parts."""
 
@@ -133,13 +144,7 @@ async def build_parts(
         engine = await _engine(settings, tokenizer, incarnation)
         stack.push_async_callback(engine.close)
         await engine.start()
-        needs_reference = settings.algorithm.kl_coef > 0
-        backend = TorchBackend(
-            settings.model,
-            settings.training,
-            handles=("policy", "reference") if needs_reference else ("policy",),
-            seed=settings.seed,
-        )
+        backend = build_backend(settings)
         stack.callback(backend.close)
         replica = Replica(engine)
         publisher = Publisher(
