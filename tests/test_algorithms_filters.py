@@ -6,6 +6,8 @@ import pytest
 
 from algorithm_builders import group, sampled, trajectory
 from slipstream.algorithms import apply_filters, compile_batch, compute_advantages, dispositions, token_split
+from slipstream.algorithms.filters import Decision, overlong_penalty
+from slipstream.config.algorithm import OverlongSettings
 from slipstream.config.settings import AlgorithmSettings, RolloutSettings
 from slipstream.trajectory import Failed, Group, Missing, Reward, Row, Span, Truncated, Turn
 
@@ -112,3 +114,72 @@ def test_zeroing_never_gives_an_unscored_member_a_vote():
     result = apply_filters([Group("g", "p", 1, (unscored,))], AlgorithmSettings(zero_reward_on_non_stop=True), ROLLOUT)
     assert result.groups[0].voters == ()
     assert result.decisions == ()
+
+
+# --- the soft overlong penalty ---------------------------------------------------------------------
+
+OVERLONG = AlgorithmSettings(overlong=OverlongSettings(factor=1.0, max_tokens=10, buffer_tokens=4))
+
+
+@pytest.mark.parametrize(("tokens", "want"), [(1, 0.0), (6, 0.0), (7, 0.25), (8, 0.5), (10, 1.0), (30, 1.0)])
+def test_the_penalty_grows_over_the_buffer(tokens, want):
+    assert overlong_penalty(tokens, 10, OVERLONG.overlong) == pytest.approx(want)
+
+
+def test_the_buffer_is_a_fifth_of_the_limit_unless_set():
+    assert overlong_penalty(90, 100, OverlongSettings(factor=0.5)) == pytest.approx(0.25)
+
+
+def test_long_answers_carry_a_reward_of_their_own():
+    members = (trajectory("long", 1.0, sample=0, tokens=8), trajectory("short", 1.0, sample=1, tokens=2))
+    result = apply_filters([Group("g", "p", 2, members)], OVERLONG, ROLLOUT)
+    long, short = result.groups[0].members
+    assert [(r.component, r.value) for r in long.rewards] == [("reward", 1.0), ("overlong", -0.5)]
+    assert short.rewards == members[1].rewards
+    assert result.counts == {"overlong": 1}
+    assert not result.excluded, "they differ in reward now"
+
+
+def test_all_turns_count_and_the_last_one_carries_the_penalty():
+    spans = [Span.prompt([1])]
+    for turn in range(3):
+        spans += [sampled([5, 6, 7], turn=turn), Span.observation([9] * 50, turn)]
+    member = trajectory("a", rows=(Row(tuple(spans)),), rewards=[Reward(1, 1.0)])
+    result = apply_filters([Group("g", "p", 1, (member,))], OVERLONG, ROLLOUT)
+    assert [(r.turn, r.value) for r in result.groups[0].members[0].rewards] == [(1, 1.0), (2, -0.75)]
+
+
+def test_absent_members_are_not_penalised():
+    failed = trajectory("bad", 1.0, tokens=30, outcome=Failed("env_raised", "x", True))
+    result = apply_filters([Group("g", "p", 1, (failed,))], OVERLONG, ROLLOUT)
+    assert result.groups[0].members == (failed,)
+    assert result.decisions == ()
+
+
+def test_the_limit_is_what_a_trajectory_may_sample_unless_set():
+    rollout = RolloutSettings.model_validate({"max_turns": 2, "sampling": {"max_tokens_per_turn": 5}})
+    member = trajectory("a", 1.0, tokens=9)
+    settings = AlgorithmSettings(overlong=OverlongSettings(factor=1.0))
+    result = apply_filters([Group("g", "p", 1, (member,))], settings, rollout)
+    assert result.groups[0].members[0].total_reward == pytest.approx(0.5)  # buffer 2, limit 10
+
+
+# --- filters of one's own --------------------------------------------------------------------------
+
+
+def short_answers(group, algorithm, rollout):
+    """Found by its import path below."""
+    for voter in group.voters:
+        if voter.sampled_tokens < 3:
+            yield Decision("exclude", "short", group.group_id, voter.trajectory_id, voter.sampled_tokens)
+
+
+def test_a_filter_is_named_by_its_import_path():
+    settings = AlgorithmSettings(filters=(f"{__name__}:short_answers",), drop_zero_variance=False)
+    pool = [group("a", [1, 1], tokens=2), group("b", [1, 0], tokens=4)]
+    assert apply_filters(pool, settings, ROLLOUT).excluded == {"a-0": "short", "a-1": "short"}
+
+
+def test_the_bundled_filters_come_first():
+    settings = AlgorithmSettings(filters=(f"{__name__}:short_answers",))
+    assert apply_filters([group("a", [1, 1], tokens=2)], settings, ROLLOUT).counts == {"zero_variance": 2}

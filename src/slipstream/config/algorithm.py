@@ -17,12 +17,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from slipstream.config.base import Dtype, OptimizerSettings, Settings, Strings, Urls, section_defaults
 from slipstream.config.presets import PRESETS, overlay
 
 Bound = Annotated[float, Field(gt=0)]
+
+
+def _known_preset(name: str) -> str:
+    if name not in PRESETS:
+        raise ValueError(f"there is no such preset; known: {', '.join(PRESETS)}")
+    return name
 
 
 class OffPolicySettings(Settings):
@@ -127,7 +133,7 @@ class TeacherSettings(Settings):
 class AlgorithmSettings(Settings):
     """Advantages, loss, reduction, corrections, KL, entropy, critic, filters, teacher."""
 
-    preset: str | None = Field(
+    preset: Annotated[str, AfterValidator(_known_preset)] | None = Field(
         None, description="A named method: a bundle of the settings below, each of which may be changed."
     )
 
@@ -193,8 +199,7 @@ class AlgorithmSettings(Settings):
     @classmethod
     def _expand_preset(cls, data: Any) -> Any:
         """A preset's settings under those that were given."""
-        if not isinstance(data, dict) or data.get("preset") is None:
+        name = data.get("preset") if isinstance(data, dict) else None
+        if not isinstance(name, str) or name not in PRESETS:
             return data
-        if data["preset"] not in PRESETS:
-            raise ValueError(f"there is no preset {data['preset']!r}; known: {', '.join(PRESETS)}")
-        return overlay(PRESETS[data["preset"]].values, data)
+        return overlay(PRESETS[name].values, data)

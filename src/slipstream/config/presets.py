@@ -106,7 +106,8 @@ _ALL = (
         "Group sequence policy optimisation",
         (
             _GROUP,
-            "loss_i = -min(q_i A, clip(q_i, 1 - clip_low, 1 + clip_high) A) with q_i = exp(mean over t of log r_t)",
+            "loss_t = -min(q_t A, clip(q_t, 1 - clip_low, 1 + clip_high) A)",
+            "with q_t = exp(mean of log r over the row), and the gradient of token t",
             _SEQUENCES,
         ),
         "Mixture-of-experts policies and long answers, where single tokens' ratios are noise.",
@@ -246,13 +247,13 @@ _ALL = (
         "Decoupled PPO",
         (
             _GROUP,
-            "loss_t = -(prox_t / behaviour_t) min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A), "
-            "r_t = pi_t / prox_t",
+            "loss_t = -min(prox_t / sampler_t, cap) min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A), "
+            "r_t = pi_t / prox_t, prox the policy before the update",
             _TOKENS,
         ),
         "Asynchronous training: samples of several versions are weighed against the policy before the update, which "
         "is what clipping should be measured from.",
-        "arXiv 2505.24298",
+        "arXiv 2110.00641; arXiv 2505.24298",
         {
             "advantage": "grpo",
             "normalize_by_std": True,
