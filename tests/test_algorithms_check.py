@@ -100,3 +100,11 @@ def test_an_unknown_loss_setting_raises():
 def test_taking_rows_of_a_spec_keeps_them_aligned():
     spec = loss_spec(AlgorithmSettings(), old_logprobs=[np.zeros(1), np.ones(2), np.zeros(3)])
     assert [len(x) for x in spec.take([2, 1]).old_logprobs] == [3, 2]
+
+
+def test_a_critic_on_the_policys_backbone_has_no_steps_of_its_own():
+    shared = {"preset": "ppo", "critic": {"backbone": "shared", "warmup_steps": 3, "epochs_per_step": 2}}
+    assert keys(shared) == ["algorithm.critic.epochs_per_step", "algorithm.critic.warmup_steps"]
+    assert keys({"preset": "ppo", "critic": {"value_coef": 0.1}}) == ["algorithm.critic.value_coef"]
+    assert keys({"preset": "ppo", "critic": {"backbone": "shared", "value_coef": 0.1}}) == []
+    assert keys({"preset": "ppo"}) == []

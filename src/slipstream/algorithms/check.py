@@ -21,7 +21,6 @@ from slipstream.algorithms.check_estimation import check_estimation
 from slipstream.algorithms.kl import KL_ESTIMATORS
 from slipstream.algorithms.losses import LOSSES, Loss
 from slipstream.algorithms.objective import LossSpec, PerRow
-from slipstream.algorithms.pending import check_pending
 from slipstream.algorithms.reduce import REDUCTIONS
 from slipstream.algorithms.registry import Registry
 from slipstream.config.problems import Problem
@@ -79,7 +78,6 @@ def check_algorithm(
     """Every contradiction between these settings, errors and warnings, none raised."""
     problems = list(_check_names(settings))
     if not problems:
-        problems += check_pending(settings)
         problems += _check_loss(settings)
         problems += check_anchor(settings)
         problems += check_estimation(settings, samples_per_prompt=samples_per_prompt)

@@ -103,6 +103,20 @@ def _models(settings: AlgorithmSettings, estimator: Estimator) -> Iterator[Probl
             f"{settings.advantage!r} needs no values, so there is no critic to set up",
             "remove algorithm.critic, or use algorithm.advantage=gae",
         )
+    if "values" in needs and settings.critic.backbone == "shared":
+        for name in ("path", "optimizer", "minibatches_per_step", "epochs_per_step", "warmup_steps"):
+            if name in settings.critic.model_fields_set:
+                yield Problem(
+                    (f"algorithm.critic.{name}", "algorithm.critic.backbone"),
+                    "a critic on the policy's backbone moves with the policy, so this would do nothing",
+                    "remove it, or use algorithm.critic.backbone=own",
+                )
+    elif "values" in needs and "value_coef" in settings.critic.model_fields_set:
+        yield Problem(
+            ("algorithm.critic.value_coef", "algorithm.critic.backbone"),
+            "a critic with an optimiser of its own needs no weight beside the policy's loss",
+            "remove it, or use algorithm.critic.backbone=shared",
+        )
     teacher = settings.teacher
     if "teacher_logprobs" in needs and not teacher.path and not teacher.urls:
         yield Problem(

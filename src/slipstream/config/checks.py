@@ -39,6 +39,7 @@ def check_settings(settings: RunSettings, known: Known | None = None) -> list[Pr
         _context,
         _training_sampling,
         _routing_replay,
+        _teacher,
         _evaluation,
         _algorithm,
         _trainer,
@@ -253,6 +254,18 @@ def _routing_replay(settings: RunSettings, known: Known) -> Iterator[Problem]:
             ("training.routing_replay", "rollout.generator"),
             "a generator of your own has to return the experts itself",
             "give every token its side channel routed_experts, or switch routing replay off",
+        )
+
+
+def _teacher(settings: RunSettings, known: Known) -> Iterator[Problem]:
+    """Servers score prompts at temperature 1 over the whole vocabulary."""
+    sampling = settings.rollout.sampling
+    if _rl(settings) and settings.algorithm.teacher.urls and (sampling.temperature != 1 or truncations(sampling)):
+        yield Problem(
+            ("algorithm.teacher.urls", "rollout.sampling"),
+            "a teacher behind a server scores at temperature 1 over the whole vocabulary; the student samples "
+            "otherwise",
+            "sample at temperature 1 without truncation, or use a local teacher (algorithm.teacher.path)",
         )
 
 

@@ -58,18 +58,23 @@ def resolve_settings(settings: RunSettings, n_train_rows: int | None = None) -> 
     return settings.model_copy(
         update={
             "schedule": schedule,
-            "algorithm": _lengths(settings.algorithm, settings.rollout),
+            "algorithm": _lengths(settings.algorithm, settings.rollout, steps),
             "training": settings.training.model_copy(update={"optimizer": rl}),
             "sft": settings.sft.model_copy(update={"optimizer": sft}),
         }
     )
 
 
-def _lengths(algorithm: AlgorithmSettings, rollout: RolloutSettings) -> AlgorithmSettings:
-    """Constants that are null because they follow from the rollout's limits."""
+def _lengths(algorithm: AlgorithmSettings, rollout: RolloutSettings, steps: int) -> AlgorithmSettings:
+    """Constants that are null because they follow from the rollout's limits, or from the run's length."""
     found: dict[str, object] = {}
     if algorithm.reduction == "seq_mean_token_sum_norm" and algorithm.reduction_tokens is None:
         found["reduction_tokens"] = most_sampled_tokens(rollout)
+    critic = algorithm.critic
+    if critic.optimizer.total_steps is None and critic.optimizer.scheduler != "constant" and steps > 0:
+        total = steps * critic.epochs_per_step * critic.minibatches_per_step
+        optimizer = critic.optimizer.model_copy(update={"total_steps": total})
+        found["critic"] = critic.model_copy(update={"optimizer": optimizer})
     overlong = algorithm.overlong
     if overlong.factor > 0:
         limit = overlong.max_tokens or most_sampled_tokens(rollout)

@@ -205,7 +205,7 @@ class Loop:
         fate = dispositions(groups, filtered.excluded)
         if result.applied == 0:
             # Every optimiser step was refused, or nothing was trainable: no token of this step moved a weight.
-            reason = "filtered:refused_step" if result.refused else "filtered:nothing_to_train"
+            reason = "filtered:" + (result.note or ("refused_step" if result.refused else "nothing_to_train"))
             fate = {tid: reason if kind == "trained" else kind for tid, kind in fate.items()}
         selected = [group.group_id for group in groups]
         for group, reason in selection.left_out:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from slipstream.algorithms.advantages import ADVANTAGES
+from slipstream.algorithms.losses import LOSSES
 from slipstream.config import resolve_settings
 from slipstream.config.settings import RunSettings
 from slipstream.data.prompts import PromptDataset, PromptRow
@@ -24,6 +26,7 @@ from slipstream.rollout.renderer import Renderer
 from slipstream.rollout.skyrl_generator import SkyRLGenerator
 from slipstream.rollout.types import Generator, OnEvent, RolloutEvent
 from slipstream.rollout.waves import WaveLog
+from slipstream.trainers.distill import check_teacher
 from slipstream.training.torch_backend import TorchBackend
 from slipstream.trajectory import Trajectory, WeightVersion
 from slipstream.weights import InProcessTransport, Publisher, Receipt, Replica, VersionCounter
@@ -50,11 +53,6 @@ class Parts:
     """The policy's weights are not (known to be) those that the engine serves."""
     closing: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
     _listeners: list[OnEvent] = field(default_factory=list)
-
-    @property
-    def keeps_reference(self) -> bool:
-        """Whether the reference has weights of its own (with LoRA it is the base model)."""
-        return "reference" in self.backend.handles and self.settings.training.lora.rank == 0
 
     @property
     def embedded(self) -> Any:
@@ -100,12 +98,21 @@ class Parts:
 
 def build_backend(settings: RunSettings) -> TorchBackend:
     """The training backend with the handles that the settings need; raises ``ModelError`` or ``SettingsError``."""
-    needs_reference = settings.algorithm.kl_coef > 0
+    algorithm = settings.algorithm
+    needs = {*ADVANTAGES.get(algorithm.advantage).needs, *LOSSES.get(algorithm.loss).needs}
+    wanted = {
+        "policy": True,
+        "reference": algorithm.kl_coef > 0 or "ref_logprobs" in needs,
+        "critic": "values" in needs,
+        "teacher": algorithm.teacher.path is not None,
+    }
     return TorchBackend(
         settings.model,
         settings.training,
-        handles=("policy", "reference") if needs_reference else ("policy",),
+        handles=tuple(handle for handle, wants in wanted.items() if wants),
         seed=settings.seed,
+        critic=algorithm.critic,
+        teacher=algorithm.teacher,
     )
 
 
@@ -144,6 +151,7 @@ async def build_parts(
         engine = await _engine(settings, tokenizer, incarnation)
         stack.push_async_callback(engine.close)
         await engine.start()
+        await check_teacher(settings.algorithm, tokenizer, settings.inference.request_timeout_seconds)
         backend = build_backend(settings)
         stack.callback(backend.close)
         replica = Replica(engine)

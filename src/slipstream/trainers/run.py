@@ -44,7 +44,8 @@ from slipstream.trainers.rollouts import Rollouts
 from slipstream.trainers.rules import RuleKeeper
 from slipstream.trainers.saving import Saver, keeps_rollouts
 from slipstream.trainers.sft import SftTrainer
-from slipstream.trainers.update import PolicyUpdate, within
+from slipstream.trainers.update import PolicyUpdate
+from slipstream.trainers.waiting import within
 from slipstream.trajectory import Group
 
 

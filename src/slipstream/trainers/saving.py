@@ -26,7 +26,7 @@ from slipstream.trainers.journal import IN_CHECKPOINT, RolloutJournal, recover
 from slipstream.trainers.loop import Loop
 from slipstream.trainers.parts import Parts
 from slipstream.trainers.progress import Progress
-from slipstream.trainers.update import within
+from slipstream.trainers.waiting import within
 from slipstream.trajectory import Group
 from slipstream.weights import VersionCounter
 
@@ -95,9 +95,8 @@ class Saver:
         }
 
         def fill(directory: Path) -> None:
-            parts.backend.save("policy", directory / "policy").result(parts.deadline)
-            if parts.keeps_reference:
-                parts.backend.save("reference", directory / "reference").result(parts.deadline)
+            for handle in parts.backend.saved_handles:
+                parts.backend.save(handle, directory / handle).result(parts.deadline)
             if lines:
                 (directory / IN_CHECKPOINT).write_text("\n".join(lines) + "\n")
 
@@ -175,7 +174,5 @@ class Saver:
             # A checkpoint holds moments, not settings: the phase it was written in says which optimiser goes on.
             call = backend.reset_optimizer(self.settings.sft.optimizer, self.settings.sft.steps)
             await within(call, parts.deadline, "phase change")
-        await within(backend.load("policy", found.directory / "policy"), parts.deadline, "loading the policy")
-        if parts.keeps_reference:
-            call = backend.load("reference", found.directory / "reference")
-            await within(call, parts.deadline, "loading the reference")
+        for handle in backend.saved_handles:
+            await within(backend.load(handle, found.directory / handle), parts.deadline, f"loading the {handle}")

@@ -14,7 +14,7 @@ from slipstream.algorithms.objective import LossSpec
 from slipstream.config.settings import SftSettings
 from slipstream.errors import DataError, NonFiniteStepError
 from slipstream.trainers.callbacks import Callback, Control, StepInfo, notify
-from slipstream.trainers.update import within
+from slipstream.trainers.waiting import within
 from slipstream.training.protocol import TrainingBackend
 from slipstream.trajectory import Group, Trajectory
 

@@ -11,15 +11,13 @@ KL coefficient moves after the step, by its controller, whose state is part of a
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from slipstream.algorithms.advantages import compute_advantages, rewards_with_kl, scalar_advantage
+from slipstream.algorithms.advantages import ADVANTAGES, Arrays, compute_advantages, rewards_with_kl, scalar_advantage
 from slipstream.algorithms.anchors import token_lags
 from slipstream.algorithms.batch import Batch, FloatArray
 from slipstream.algorithms.check import loss_spec
@@ -27,23 +25,17 @@ from slipstream.algorithms.compile import Advantage, compile_batch, row_name, sp
 from slipstream.algorithms.corrections import correct, corrects
 from slipstream.algorithms.filters import FilterResult
 from slipstream.algorithms.kl import kl_controller, kl_values
+from slipstream.algorithms.losses import LOSSES
 from slipstream.algorithms.objective import LossSpec, Metric, merge_steps
 from slipstream.algorithms.ops import numpy_ops
 from slipstream.algorithms.reduce import reduction_spec
 from slipstream.config.settings import AlgorithmSettings
-from slipstream.errors import ContractError, DeadlineError
+from slipstream.errors import ContractError
+from slipstream.trainers.critic import CriticUpdate, Judged, by_trajectory
+from slipstream.trainers.distill import build_teacher
+from slipstream.trainers.waiting import within
 from slipstream.training.protocol import TrainingBackend
 from slipstream.trajectory import WeightVersion
-
-T = TypeVar("T")
-
-
-async def within(future: Future[T], seconds: float, what: str) -> T:
-    """Await a backend future with an owner and a deadline; raises ``DeadlineError`` naming ``what``."""
-    try:
-        return await asyncio.wait_for(asyncio.wrap_future(future), seconds)
-    except TimeoutError as error:
-        raise DeadlineError(f"{what} did not finish within {seconds:.0f} s") from error
 
 
 @dataclass(frozen=True)
@@ -51,7 +43,7 @@ class UpdateResult:
     """What an update did: metrics under ``policy/``, optimiser steps applied, and per-trajectory facts.
 
     ``trainer_logprobs``: by trajectory id, for each row of the trajectory the log-probs of its own trained tokens, or
-    None for a row without any.
+    None for a row without any.  ``note`` says why no policy step was meant to be taken (``critic_warmup``), if so.
     """
 
     metrics: Mapping[str, float]
@@ -59,6 +51,18 @@ class UpdateResult:
     refused: int
     advantages: Mapping[str, float] = field(default_factory=dict)
     trainer_logprobs: Mapping[str, list[list[float] | None]] = field(default_factory=dict)
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """What is known of a step's groups before its first optimiser step."""
+
+    advantages: Mapping[str, Advantage]
+    judged: Judged | None
+    teacher: Mapping[str, FloatArray]
+    """The teacher's log-probs by row id."""
+    metrics: Mapping[str, float]
 
 
 class PolicyUpdate:
@@ -70,6 +74,9 @@ class PolicyUpdate:
         self.reduction = reduction_spec(settings)
         self.deadline = deadline
         self.kl = kl_controller(settings)
+        needs = {*ADVANTAGES.get(settings.advantage).needs, *LOSSES.get(settings.loss).needs}
+        self.critic = CriticUpdate(backend, settings, self.reduction, deadline) if "values" in needs else None
+        self.teacher = build_teacher(settings, backend, deadline) if "teacher_logprobs" in needs else None
         self._reward_kl: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,19 +93,28 @@ class PolicyUpdate:
         ``version`` names the weights the backend holds; an approximate anchor measures each token's lag from it.
         """
         settings = self.settings
-        advantages = await self._advantages(filtered, step)
+        scored = await self._advantages(filtered, step)
         batch = compile_batch(
             filtered.groups,
-            advantages,
+            scored.advantages,
             self.reduction,
             step=step,
             excluded=filtered.excluded,
             copies=filtered.copies,
         )
-        shown = {tid: scalar_advantage(value) for tid, value in advantages.items()}
+        shown = {tid: scalar_advantage(value) for tid, value in scored.advantages.items()}
         if batch.n_trained == 0:
             return UpdateResult({"policy/optimizer_steps": 0.0, "policy/refused_steps": 0.0}, 0, 0, shown)
+        critic, judged = self.critic, scored.judged
+        shared = critic if critic is not None and critic.shared else None
+        learnt = await critic.learn(batch, judged) if critic is not None and judged is not None and not shared else []
+        extra = {**scored.metrics, **{name: float(value) for name, value in merge_steps(learnt).items()}}
+        if critic is not None and critic.warming_up(step):
+            none = {"policy/optimizer_steps": 0.0, "policy/refused_steps": 0.0}
+            return UpdateResult({**extra, **none}, 0, 0, shown, note="critic_warmup")
         batch, spec, notes = await self._prepare(batch, version)
+        if scored.teacher and "teacher_logprobs" in LOSSES.get(settings.loss).needs:
+            spec = replace(spec, teacher_logprobs=[scored.teacher[row.row_id] for row in batch.rows])
         collected: list[dict[str, Metric]] = [notes]
         logprobs: dict[str, dict[str, list[float]]] = {}
         applied = refused = trained = empty = 0
@@ -109,11 +125,12 @@ class PolicyUpdate:
                     continue
                 call = self.backend.forward_backward("policy", part.batch, spec.take(part.rows))
                 out = await within(call, self.deadline, "the update")
+                joined = await shared.join(part.batch, judged) if shared is not None and judged is not None else {}
                 opt = await within(self.backend.optim_step("policy"), self.deadline, "the optimiser step")
                 applied += opt.applied
                 refused += not opt.applied
                 own = {"grad_norm": Metric("mean", opt.grad_norm, 1.0), "policy_lr": Metric("mean", opt.lr, 1.0)}
-                collected.append({**out.parts, **own})
+                collected.append({**out.parts, **joined, **own})
                 trained += part.batch.n_trained
                 if epoch == 0:
                     for row, values in zip(part.batch.rows, out.logprobs, strict=True):
@@ -123,20 +140,40 @@ class PolicyUpdate:
             counts["off_policy/empty_minibatches"] = empty
         merged = {**merge_steps(collected), **counts}
         merged |= self._steer(merged, trajectories=len({row.trajectory_id for row in batch.rows}))
-        metrics = {f"policy/{name}": float(value) for name, value in merged.items()}
+        metrics = {name if name.startswith("critic/") else f"policy/{name}": float(v) for name, v in merged.items()}
+        metrics |= extra
         return UpdateResult(metrics, applied, refused, shown, _by_row(filtered, logprobs))
 
-    async def _advantages(self, filtered: FilterResult, step: int) -> dict[str, Advantage]:
+    async def _advantages(self, filtered: FilterResult, step: int) -> _Scored:
+        """Reference, teacher and critic speak about every voter, filtered out or not; then the estimator does."""
+        settings, groups = self.settings, filtered.groups
+        everyone = compile_batch(groups, None, self.reduction, step=step)
+        rewards: Arrays | None = None
+        judged: Judged | None = None
+        arrays: dict[str, Arrays] = {}
+        teacher: dict[str, FloatArray] = {}
+        metrics: dict[str, float] = {}
+        if settings.kl_in == "reward" and settings.kl_coef != 0:
+            rewards = await self._rewards_with_kl(filtered, everyone)
+        if self.teacher is not None:
+            scores = await self.teacher.score(everyone)
+            teacher = {row.row_id: own for row, own in zip(everyone.rows, scores, strict=True)}
+            arrays["teacher_logprobs"] = by_trajectory(everyone, scores)
+            metrics |= _teacher_metrics(everyone, scores)
+        if self.critic is not None and everyone.rows:
+            judged = await self.critic.judge(groups, everyone, rewards)
+            arrays["values"] = judged.values
+            metrics["critic/explained_variance"] = judged.explained
+        advantages = compute_advantages(groups, settings, rewards=rewards, arrays=arrays)
+        return _Scored(advantages, judged, teacher, metrics)
+
+    async def _rewards_with_kl(self, filtered: FilterResult, everyone: Batch) -> dict[str, FloatArray]:
         settings = self.settings
-        if settings.kl_in == "loss" or settings.kl_coef == 0:
-            return compute_advantages(filtered.groups, settings)
-        everyone = compile_batch(filtered.groups, None, self.reduction, step=step)
         own = await self._score("policy", everyone)
         ref = await self._score("reference", everyone)
-        rewards = rewards_with_kl(filtered.groups, everyone, own, ref, self.kl.coef, settings.kl_estimator)
         gaps = kl_values(numpy_ops(), np.concatenate(own), np.concatenate(ref), settings.kl_estimator)
         self._reward_kl = float(gaps.mean()) if len(gaps) else None
-        return compute_advantages(filtered.groups, settings, rewards=rewards)
+        return rewards_with_kl(filtered.groups, everyone, own, ref, self.kl.coef, settings.kl_estimator)
 
     async def _prepare(self, batch: Batch, version: str | None) -> tuple[Batch, LossSpec, dict[str, Metric]]:
         """Everything that is taken before the first optimiser step: anchor, corrections, reference."""
@@ -177,6 +214,14 @@ class PolicyUpdate:
     async def _score(self, handle: str, batch: Batch) -> Sequence[FloatArray]:
         result = await within(self.backend.forward(handle, batch), self.deadline, f"scoring under {handle}")
         return result.logprobs
+
+
+def _teacher_metrics(batch: Batch, scores: Sequence[FloatArray]) -> dict[str, float]:
+    """Mean of ``log student - log teacher`` over sampled tokens: an estimate of the reverse KL."""
+    student = [row.behaviour_logprobs_T[row.trained_T] for row in batch.rows]
+    gaps = np.concatenate([own - theirs for own, theirs in zip(student, scores, strict=True)] or [np.zeros(0)])
+    known = gaps[np.isfinite(gaps)]
+    return {"policy/teacher_kl": float(known.mean())} if len(known) else {}
 
 
 def _by_row(
