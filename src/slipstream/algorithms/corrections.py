@@ -138,9 +138,7 @@ def _mask_outliers(
     _drop_rows(under, over, kept, "outlier", metrics)
 
 
-def _drop_rows(
-    under: BoolArray, over: BoolArray, kept: list[BoolArray], name: str, metrics: dict[str, Metric]
-) -> None:
+def _drop_rows(under: BoolArray, over: BoolArray, kept: list[BoolArray], name: str, metrics: dict[str, Metric]) -> None:
     for i in np.flatnonzero(under | over):
         kept[i][:] = False
     count = float(len(kept))
