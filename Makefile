@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 SEED   ?= 0
 FULL   ?=
 
-.PHONY: setup quickstart test lint types docs drill bench-trl bench-decode bench-sync results clean
+.PHONY: setup quickstart test lint types docs drill bench-trl bench-decode bench-simulate bench-sync results clean
 
 setup: $(STAMP)
 
@@ -46,6 +46,9 @@ bench-decode: $(STAMP)
 
 bench-sync: $(STAMP)
 	$(BIN)/python benchmarks/weight_sync.py
+
+bench-simulate: $(STAMP)
+	$(BIN)/python benchmarks/simulate.py
 
 # Quickstart over three seeds, short and full; rewrites docs/results.md.
 results: $(STAMP)

@@ -19,7 +19,7 @@ FLOORS = {
     "trainers": 5, "tinker": 5,
     "cli": 6,
 }  # fmt: skip
-TORCH_FREE = ["config", "trajectory", "envs", "data", "schedule", "ledger", "inference", "rollout", "cli"]
+TORCH_FREE = ["config", "trajectory", "envs", "data", "schedule", "ledger", "inference", "rollout", "simulate", "cli"]
 FILE_CAP, FUNCTION_CAP = 800, 120
 
 
