@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 SEED   ?= 0
 FULL   ?=
 
-.PHONY: setup quickstart test lint types docs drill bench-trl bench-decode bench-simulate bench-sync results clean
+.PHONY: setup quickstart test lint types docs drill bench-trl bench-decode bench-learning bench-simulate bench-sync results clean
 
 setup: $(STAMP)
 
@@ -40,6 +40,10 @@ drill: $(STAMP)
 
 bench-trl: $(STAMP)
 	$(BIN)/python benchmarks/vs_trl.py
+
+# Every preset on a small task, and corrections against stale samples; writes benchmarks/results/learning.json.
+bench-learning: $(STAMP)
+	$(BIN)/python benchmarks/learning.py
 
 bench-decode: $(STAMP)
 	$(BIN)/python benchmarks/decode.py

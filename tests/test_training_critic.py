@@ -160,11 +160,13 @@ def test_losses_and_handles_that_do_not_fit_are_refused(path):
             trainer.forward_backward("policy", batch, value).result()
 
 
-def test_a_critic_takes_adapters_where_the_policy_does(path):
+@pytest.mark.parametrize("kind", ["own", "shared"])
+def test_beside_a_policy_of_adapters_a_critic_trains_all_it_has(path, kind):
     batch = Batch(rows())
-    lora = LoraSettings(rank=2)
-    with backend(path, lora=lora) as trainer:
-        assert all(".lora_" in name or name.startswith("value_head") for name in trainer.gradients("critic"))
+    with backend(path, CriticSettings(backbone=kind), lora=LoraSettings(rank=2)) as trainer:
+        names = set(trainer.gradients("critic"))
+        assert any(".lora_" in name for name in names) == (kind == "shared")
+        assert ("model.norm.weight" in names) == (kind == "own")
         out = trainer.forward_backward("critic", batch, spec(batch, trainer, returns(batch))).result()
         assert np.isfinite(out.loss)
 

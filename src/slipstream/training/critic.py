@@ -7,7 +7,7 @@ The value of a token is that of the state *before* it: it is read at the positio
 value has seen the action it judges.  The head is float32 and starts at zero, so every value is exactly 0 before the
 first step, whatever the backbone.
 
-* ``backbone="own"``: a copy of ``path`` (or of the policy's first weights) with its own optimiser, handle ``critic``.
+* ``backbone="own"``: ``path`` (or the policy's first weights) again, all of it trained by an optimiser of its own.
 * ``backbone="shared"``: the head reads the policy's hidden states.  Its gradient joins the policy's pending one, and
   ``optim_step("policy")`` moves both.
 

@@ -144,7 +144,7 @@ class TorchBackend:
             return Critic(self._policy, shared=True)
         changes = {"path": settings.path or self.model_settings.path}
         own = self.model_settings.model_copy(update=changes)
-        return Critic(PolicyModel.load(own, self.training.lora, device=self._device, seed=seed), shared=False)
+        return Critic(PolicyModel.load(own, LoraSettings(), device=self._device, seed=seed), shared=False)
 
     def _frozen(self, settings: ModelSettings) -> PolicyModel:
         """A model that is only scored: without adapters, in the compute dtype."""
