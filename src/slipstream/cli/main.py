@@ -195,12 +195,21 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")] = 8000,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     name: Annotated[str, typer.Option(help="What requests call the model; default: its directory's name.")] = "",
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of weights and KV cache.")] = "bfloat16",
+    dtype: Annotated[
+        Optional[Literal["float32", "bfloat16"]],  # noqa: UP045
+        typer.Option(help="Of weights and KV cache; default: bfloat16."),
+    ] = None,
     max_model_len: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(min=2, help="Context in tokens; default: the model's."),
     ] = None,
     threads: Annotated[Optional[int], typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None,  # noqa: UP045
+    settings: Annotated[str, typer.Option(help="The settings' section inference as JSON; the options go first.")] = "",
+    weight_version: Annotated[str, typer.Option(help="Name of the weights that are loaded.")] = "policy/0/0",
+    transfer_dir: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Directory below which new weights may be read; without it none are taken."),
+    ] = None,
     log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="Of the server.")] = "warning",
     return_sampling_mask: Annotated[
         bool, typer.Option("--return-sampling-mask", help="Return each token's kept set, for sampler replay.")
@@ -217,20 +226,23 @@ def serve(
     from slipstream.cli.inputs import quiet_loading
     from slipstream.config.settings import InferenceSettings
 
+    given = {"dtype": dtype, "max_model_len": max_model_len, "threads": threads}
+    section = InferenceSettings.model_validate_json(settings or "{}")
+    section = section.model_copy(update={key: value for key, value in given.items() if value is not None})
     quiet_loading(model)
     from slipstream.inference.embedded.engine import EmbeddedEngine
     from slipstream.inference.embedded.pretrained import load_tokenizer
 
     tokenizer = load_tokenizer(model)
-    settings = InferenceSettings(dtype=dtype, max_model_len=max_model_len, threads=threads)
     served = name or Path(model).name
-    engine = EmbeddedEngine(model, tokenizer, settings, model_name=served)
+    engine = EmbeddedEngine(model, tokenizer, section, model_name=served, weight_version=weight_version)
     server.serve(
         engine,
         host,
         port,
         tokenizer=tokenizer,
         model_name=served,
+        transfer_root=transfer_dir,
         log_level=log_level,
         return_sampling_mask=return_sampling_mask,
         return_routed_experts=enable_return_routed_experts,

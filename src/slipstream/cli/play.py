@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,24 +83,20 @@ async def stage(settings: RunSettings, split: Split, limit: int | None = None) -
 
 
 async def _engine(settings: RunSettings, tokenizer: Any) -> Engine:
-    if settings.inference.engine == "embedded":
+    from slipstream.inference.embedded.pretrained import resolve
+    from slipstream.inference.pool.build import build_pool, needs_pool
+
+    if not needs_pool(settings.inference):
         from slipstream.inference.embedded.engine import EmbeddedEngine
 
         engine: Engine = EmbeddedEngine(
             settings.model.path, tokenizer, settings.inference, determinism=settings.training.determinism
         )
         return engine
-    from slipstream.inference.client import HttpEngine
-
-    urls = settings.inference.urls
-    if len(urls) != 1:
-        raise SettingsError(f"inference.urls names {len(urls)} servers; eval and generate ask one in this release")
-    asking = HttpEngine(urls[0], timeout_seconds=settings.inference.request_timeout_seconds)
-    try:
-        served = (await asking.info()).model
-    finally:
-        await asking.close()
-    return HttpEngine(urls[0], model=served, timeout_seconds=settings.inference.request_timeout_seconds)
+    logs = Path(tempfile.gettempdir()) / f"slipstream-engines-{os.getpid()}"
+    pool = build_pool(settings.inference, resolve(settings.model.path), log_dir=logs)
+    await pool.start()
+    return pool.engine
 
 
 async def evaluate(settings: RunSettings, folder: Path) -> tuple[EvalResult, dict[str, Any]]:

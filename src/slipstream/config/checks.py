@@ -329,11 +329,11 @@ def _algorithm(settings: RunSettings, known: Known) -> Iterator[Problem]:
 def _trainer(settings: RunSettings, known: Known) -> Iterator[Problem]:
     training, optimizer = settings.training, settings.training.optimizer
     steps = settings.schedule.steps * optimizer_steps(settings)
-    if training.determinism == "exact" and settings.inference.engine == "http":
+    if training.determinism == "exact" and (settings.inference.engine != "embedded" or settings.inference.replicas > 1):
         yield Problem(
-            ("training.determinism", "inference.engine"),
+            ("training.determinism", "inference.engine", "inference.replicas"),
             "a server batches requests as they arrive, so its samples are not reproducible to the bit",
-            "use inference.engine=embedded, or training.determinism=fast",
+            "use inference.engine=embedded with one replica, or training.determinism=fast",
         )
     if training.lora.rank > 0 and training.lora.dropout > 0 and _rl(settings):
         yield Problem(
@@ -365,11 +365,25 @@ def _trainer(settings: RunSettings, known: Known) -> Iterator[Problem]:
 
 def _engine(settings: RunSettings, known: Known) -> Iterator[Problem]:
     inference = settings.inference
-    if inference.engine == "http" and (_rl(settings) or settings.sft.steps > 0):
+    trains = _rl(settings) or settings.sft.steps > 0
+    if inference.engine == "http" and trains and inference.transport in ("auto", "memory"):
         yield Problem(
-            ("inference.engine", "schedule.steps"),
-            "a server cannot be trained against in this release: weights travel in process only",
-            "use inference.engine=embedded, or set schedule.steps=0 and sft.steps=0 to evaluate",
+            ("inference.transport", "inference.engine"),
+            "servers that were started elsewhere cannot be assumed to share this machine's memory",
+            "set inference.transport to disk or delta (with inference.transfer_dir), gloo or nccl",
+        )
+    in_process = inference.engine == "embedded" and inference.replicas == 1
+    if in_process and inference.transport != "auto":
+        yield Problem(
+            ("inference.transport",),
+            "one embedded engine takes its weights in this process",
+            "leave inference.transport at auto, or start engines with inference.replicas or inference.engine=vllm",
+        )
+    if inference.engine == "embedded" and inference.transport in ("nccl", "ipc"):
+        yield Problem(
+            ("inference.transport", "inference.engine"),
+            f"{inference.transport} is vLLM's own weight transfer",
+            "use inference.transport=auto, or inference.engine=vllm",
         )
     if settings.model.dtype != inference.dtype:
         yield _warn(

@@ -40,6 +40,12 @@ FREE = (
     "rollout.failures.",
     "inference.request_timeout_seconds",
     "inference.urls",
+    "inference.replicas",
+    "inference.router.",
+    "inference.launch.",
+    "inference.transport",
+    "inference.transfer_dir",
+    "inference.transfer_host",
 )
 """May change on resume: nothing that was trained depends on them."""
 

@@ -124,13 +124,56 @@ class SamplingSettings(Settings):
     stop: Strings = Field((), description="Strings that end a turn; the whole last token is kept.")
 
 
+class RouterSettings(Settings):
+    """Which replica answers a request."""
+
+    policy: Literal["sticky_least_loaded", "consistent_hash", "cache_aware", "round_robin"] = Field(
+        "sticky_least_loaded",
+        description="sticky_least_loaded: a trajectory stays where it began, on the replica with the fewest open ones.",
+    )
+    process: Literal["vllm-router", "client"] = Field(
+        "vllm-router",
+        description="vllm-router: the Rust router in front of several replicas; client: the same policies without it.",
+    )
+
+
+class LaunchSettings(Settings):
+    """How engine servers are started and kept alive."""
+
+    python: str | None = Field(
+        None, min_length=1, description="Interpreter of the engine's virtual environment; null is this one."
+    )
+    args: tuple[str, ...] = Field((), description="Further arguments of the server's command line, as they are.")
+    env: dict[str, str] = Field(default_factory=dict, description="Variables added to the server's environment.")
+    ready_seconds: float = Field(600.0, gt=0, description="Deadline of a server's start in seconds.")
+    restarts: int = Field(3, ge=0, description="Restarts of one replica in a run before it is given up.")
+    health_seconds: float = Field(10.0, gt=0, description="Pause between health checks in seconds.")
+    health_failures: int = Field(3, ge=1, description="Failed checks in a row after which a replica is down.")
+
+
 class InferenceSettings(Settings):
     """The engine that samples."""
 
-    engine: Literal["embedded", "http"] = Field(
-        "embedded", description="embedded: in this process; http: running servers that speak vLLM's API."
+    engine: Literal["embedded", "vllm", "http"] = Field(
+        "embedded",
+        description="embedded: this package's engine, in this process when there is one replica; vllm: vLLM servers "
+        "that are started here; http: running servers that speak vLLM's API.",
     )
-    urls: Urls = Field((), description="Base URLs of running engines (engine=http).")
+    replicas: int = Field(1, ge=1, description="Engine replicas that are started (embedded, vllm).")
+    urls: Urls = Field((), description="Base URLs of running engines (engine=http), one per replica.")
+    router: RouterSettings = Field(RouterSettings(), description="Routing of several replicas.")
+    launch: LaunchSettings = Field(LaunchSettings(), description="Starting engine servers.")
+    transport: Literal["auto", "memory", "disk", "delta", "gloo", "nccl", "ipc"] = Field(
+        "auto",
+        description="How weights reach engine servers: shared memory (auto, on one machine), a file, changed bytes "
+        "in files, a Gloo broadcast, or vLLM's own NCCL and CUDA IPC engines.",
+    )
+    transfer_dir: Path | None = Field(
+        None, description="Directory that trainer and engines see (disk, delta); null lies in run_dir."
+    )
+    transfer_host: str = Field(
+        "127.0.0.1", min_length=1, description="Address of this machine that engines reach (gloo, nccl)."
+    )
     dtype: Dtype = Field("bfloat16", description="Dtype of the engine's weights and KV cache.")
     max_batch_size: int = Field(64, ge=1, description="Sequences decoded together.")
     max_model_len: int | None = Field(None, ge=2, description="Context in tokens; null reads the model's config.")
@@ -339,6 +382,8 @@ class RunSettings(Settings):
     def _engine_urls(self) -> RunSettings:
         if self.inference.engine == "http" and not self.inference.urls:
             raise ValueError("inference.engine=http needs inference.urls (the base URLs of running engines)")
-        if self.inference.engine == "embedded" and self.inference.urls:
+        if self.inference.engine != "http" and self.inference.urls:
             raise ValueError("inference.urls is read only with inference.engine=http; set both or neither")
+        if self.inference.engine == "http" and self.inference.replicas != 1:
+            raise ValueError("inference.replicas counts engines that are started; with engine=http urls names them")
         return self

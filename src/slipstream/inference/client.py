@@ -240,6 +240,10 @@ class HttpEngine:
                 ) from error
         return self._info
 
+    async def adopt_model(self) -> None:
+        """Ask for the model that the server lists, when none was named."""
+        self._model = self._model or (await self.info()).model
+
     async def health(self) -> bool:
         try:
             await self.call("GET", "/health", deadline=min(self._control, 10.0))

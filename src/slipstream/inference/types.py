@@ -99,6 +99,15 @@ class EngineInfo:
 
 
 @runtime_checkable
+class KeepsSessions(Protocol):
+    """What an engine also has when it keeps something for each session, such as a place on a replica."""
+
+    async def finish_session(self, session_id: str) -> None:
+        """No more requests of this session follow; raises nothing."""
+        ...
+
+
+@runtime_checkable
 class Engine(Protocol):
     """One replica.  The embedded engine implements this directly; ``HttpEngine`` speaks it over HTTP.
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from slipstream.config.settings import EnvSettings, RolloutSettings
-from slipstream.inference.types import Engine
+from slipstream.inference.types import Engine, KeepsSessions
 from slipstream.rollout.environment import EnvCounters, EnvFactory
 from slipstream.rollout.envpool import EnvPool
 from slipstream.rollout.episode import Episode, Job, Services, run_cancellable
@@ -237,11 +237,15 @@ class TurnGenerator:
         def told(trajectory: Trajectory) -> None:
             self._tell(AttemptCancelled(job.task, trajectory))
 
-        if self.gate is not None:
-            # Waves need every live episode at the gate, so a bound here would stop them.
-            return await run_cancellable(episode, told)
-        async with self._semaphore():
-            return await run_cancellable(episode, told)
+        try:
+            if self.gate is not None:
+                # Waves need every live episode at the gate, so a bound here would stop them.
+                return await run_cancellable(episode, told)
+            async with self._semaphore():
+                return await run_cancellable(episode, told)
+        finally:
+            if isinstance(self.engine, KeepsSessions):
+                await self.engine.finish_session(job.trajectory_id)
 
     def _semaphore(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()

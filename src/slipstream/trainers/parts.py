@@ -27,9 +27,10 @@ from slipstream.rollout.skyrl_generator import SkyRLGenerator
 from slipstream.rollout.types import Generator, OnEvent, RolloutEvent
 from slipstream.rollout.waves import WaveLog
 from slipstream.trainers.distill import check_teacher
+from slipstream.trainers.serving import Serving, open_serving
 from slipstream.training.torch_backend import TorchBackend
-from slipstream.trajectory import Trajectory, WeightVersion
-from slipstream.weights import InProcessTransport, Publisher, Receipt, Replica, VersionCounter
+from slipstream.trajectory import Trajectory
+from slipstream.weights import Publisher, Receipt, VersionCounter
 
 
 @dataclass
@@ -41,9 +42,8 @@ class Parts:
     renderer: Renderer
     train_data: PromptDataset | None
     eval_rows: Sequence[PromptRow]
-    engine: Engine
+    serving: Serving
     backend: TorchBackend
-    publisher: Publisher
     counter: VersionCounter
     fingerprint: str
     deadline: float
@@ -53,6 +53,16 @@ class Parts:
     """The policy's weights are not (known to be) those that the engine serves."""
     closing: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
     _listeners: list[OnEvent] = field(default_factory=list)
+
+    @property
+    def engine(self) -> Engine:
+        """What rollouts talk to."""
+        return self.serving.engine
+
+    @property
+    def publisher(self) -> Publisher:
+        """The publisher over every replica."""
+        return self.serving.publisher
 
     @property
     def embedded(self) -> Any:
@@ -81,7 +91,7 @@ class Parts:
     async def publish(self) -> Sequence[Receipt]:
         """Publish the policy's present weights under the next version; raises ``PublishError``."""
         version = self.counter.next()
-        self.receipts = await self.publisher.publish(self.backend.export_weights("policy"), version)
+        self.receipts = await self.serving.publish(lambda: self.backend.export_weights("policy"), version)
         self.stale = False
         return self.receipts
 
@@ -148,25 +158,18 @@ async def build_parts(
     held_out = _prompts(settings, settings.data.eval, renderer, ledger, "eval") if wants_eval else None
     settings = resolve_settings(settings, len(train) if train is not None else None)
     async with contextlib.AsyncExitStack() as stack:
-        engine = await _engine(settings, tokenizer, incarnation)
-        stack.push_async_callback(engine.close)
-        await engine.start()
+        serving = await stack.enter_async_context(open_serving(settings, tokenizer, incarnation))
         await check_teacher(settings.algorithm, tokenizer, settings.inference.request_timeout_seconds)
         backend = build_backend(settings)
         stack.callback(backend.close)
-        replica = Replica(engine)
-        publisher = Publisher(
-            [replica], InProcessTransport(settings.inference.dtype), pause_mode=settings.inference.pause_mode
-        )
         parts = Parts(
             settings=settings,
             tokenizer=tokenizer,
             renderer=renderer,
             train_data=train,
             eval_rows=held_out.rows if held_out is not None else (),
-            engine=replica,
+            serving=serving,
             backend=backend,
-            publisher=publisher,
             counter=VersionCounter("policy", incarnation),
             fingerprint=train.fingerprint if train is not None else "",
             deadline=settings.schedule.step_deadline_seconds,
@@ -251,23 +254,6 @@ def _prompts(
     )
     ledger.event("note", message=f"data.{what}: {data.report}", fingerprint=data.fingerprint)
     return data
-
-
-async def _engine(settings: RunSettings, tokenizer: Any, incarnation: int) -> Engine:
-    if settings.inference.engine == "http":
-        raise SettingsError(
-            "inference.engine=http cannot be trained against in this release: weights travel in process only. "
-            "Use inference.engine=embedded (slipstream generate and eval do accept a URL)"
-        )
-    from slipstream.inference.embedded.engine import EmbeddedEngine
-
-    return EmbeddedEngine(
-        settings.model.path,
-        tokenizer,
-        settings.inference,
-        weight_version=str(WeightVersion("policy", incarnation, 0)),
-        determinism=settings.training.determinism,
-    )
 
 
 def _token_texts(tokenizer: Any) -> dict[int, str]:

@@ -1,0 +1,121 @@
+"""Commands of engine servers: this package's own, and vLLM.
+
+Owns: turning ``inference`` settings into a command line and an environment.  Refuses: running it (``process``),
+choosing ports and restarting (``inference.pool``).
+
+Both speak the same API, so that one client serves both.  vLLM may live in another virtual environment: it is named by
+its interpreter, reached only by HTTP and by the weight transports.
+
+>>> spec = vllm_server("engine-0", "some/model", InferenceSettings(engine="vllm"), log_dir=Path("logs"))
+>>> spec.command(8000)[1:3]
+['-m', 'vllm.entrypoints.openai.api_server']
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from slipstream.config.settings import InferenceSettings
+from slipstream.inference.transfer.vllm_plugin import BACKEND, FLAGS
+
+SERVED_MODEL = "policy"
+"""What every replica calls the model that is trained."""
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """One server that can be started, any number of times.
+
+    ``command`` takes the port; ``env`` is added to this process's environment (an empty value removes a variable).
+    """
+
+    name: str
+    command: Callable[[int], Sequence[str]]
+    log: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+    ready_seconds: float = 300.0
+    model: str = SERVED_MODEL
+
+
+def embedded_server(
+    name: str,
+    model: str,
+    settings: InferenceSettings,
+    *,
+    log_dir: Path,
+    weight_version: str = "policy/0/0",
+    transfer_dir: Path | None = None,
+) -> ServerSpec:
+    """``slipstream serve`` of this interpreter, under the given settings."""
+    # The whole section travels, so that no setting is lost on the way; where the server runs is not its business.
+    section = settings.model_dump(mode="json", exclude={"engine", "urls", "replicas", "router", "launch"})
+    launch = settings.launch
+
+    def command(port: int) -> list[str]:
+        program = [launch.python or sys.executable, "-m", "slipstream.cli", "serve", model]
+        program += ["--port", str(port), "--name", SERVED_MODEL, "--weight-version", weight_version]
+        program += ["--settings", json.dumps(section)]
+        if transfer_dir is not None:
+            program += ["--transfer-dir", str(transfer_dir)]
+        return [*program, *launch.args]
+
+    threads = {"OMP_NUM_THREADS": str(settings.threads)} if settings.threads else {}
+    return ServerSpec(name, command, log_dir / f"{name}.log", {**threads, **launch.env}, launch.ready_seconds)
+
+
+def vllm_server(
+    name: str,
+    model: str,
+    settings: InferenceSettings,
+    *,
+    log_dir: Path,
+    weight_transfer: Literal["slipstream", "nccl", "ipc"] | None = None,
+) -> ServerSpec:
+    """Serve with vLLM, under the given settings.
+
+    Args:
+        name: of the replica.
+        model: local directory or hub id.
+        settings: ``launch.python`` is the interpreter of vLLM's environment; None takes this one.
+        log_dir: where the log goes.
+        weight_transfer: ``slipstream`` takes weights by this package's plug-in (which must be installed in vLLM's
+            environment); ``nccl`` and ``ipc`` are vLLM's own ways; None takes none.
+    """
+    launch = settings.launch
+    python = launch.python or sys.executable
+    flags = [
+        *("--dtype", settings.dtype),
+        *("--served-model-name", SERVED_MODEL),
+        *("--max-num-seqs", str(settings.max_batch_size)),
+        # The distribution really sampled: vLLM's default reports it before temperature and truncation.
+        *("--logprobs-mode", "processed_logprobs"),
+        # A model's generation_config must not change sampling behind the settings' back.
+        *("--generation-config", "vllm"),
+        # Without it the token endpoint answers 403.
+        "--enable-scale-out",
+        "--enable-prefix-caching" if settings.prefix_caching else "--no-enable-prefix-caching",
+    ]
+    if settings.max_model_len is not None:
+        flags += ["--max-model-len", str(settings.max_model_len)]
+    if weight_transfer == BACKEND:
+        flags += FLAGS
+    elif weight_transfer is not None:
+        flags += ["--weight-transfer-config", json.dumps({"backend": weight_transfer})]
+
+    def command(port: int) -> list[str]:
+        program = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+        return [*program, "--host", "127.0.0.1", "--port", str(port), *flags, *launch.args]
+
+    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": ""}
+    if settings.threads:
+        env |= {"OMP_NUM_THREADS": str(settings.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    # On a CPU, Intel's OpenMP as vLLM's documentation advises; its console script would set it.
+    openmp = sorted((Path(python).parent.parent / "lib").glob("libiomp5.so"))
+    if openmp:
+        env["LD_PRELOAD"] = str(openmp[0])
+    return ServerSpec(name, command, log_dir / f"{name}.log", {**env, **launch.env}, launch.ready_seconds)

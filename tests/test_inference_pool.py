@@ -1,0 +1,324 @@
+"""Replica pools: routing, gates, deaths, restarts, catching up; in process and with real servers and router."""
+
+import asyncio
+import signal
+import socket
+
+import psutil
+import pytest
+
+from pool_kit import family, far_pool, near_pool, request, server_process
+from slipstream.config.settings import InferenceSettings
+from slipstream.errors import InferenceError, SettingsError
+from slipstream.inference.fake import FakeEngine
+from slipstream.inference.launch.router import router_installed
+from slipstream.inference.pool.build import build_pool, needs_pool
+from slipstream.inference.pool.member import Member
+from slipstream.inference.pool.pool import ReplicaPool
+from slipstream.inference.types import Engine
+from slipstream.weights import MemoryTransport, Publisher
+from slipstream.weights.pooled import PooledReplica, link, publish_to_pool
+
+needs_router = pytest.mark.skipif(not router_installed(), reason="the wheel vllm-router is not installed")
+
+
+async def until(holds, seconds=60):
+    async with asyncio.timeout(seconds):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+def counts(pool):
+    return [len(member.engine.requests) for member in pool.members]
+
+
+# ---- in this process
+
+
+async def test_a_pool_is_an_engine_and_sessions_stay():
+    async with near_pool(3) as pool:
+        assert isinstance(pool.engine, Engine)
+        for turn in range(3):
+            await pool.engine.generate_many([request(f"{s}-{turn}", f"s{s}") for s in range(6)])
+        seen = [{r.session_id for r in member.engine.requests} for member in pool.members]
+        assert counts(pool) == [6, 6, 6]
+        assert sum(map(len, seen)) == 6
+
+
+async def test_an_ended_session_makes_room():
+    async with near_pool(2) as pool:
+        await pool.engine.generate_many([request(f"a{i}", f"s{i}") for i in range(4)])
+        busy = {r.session_id for r in pool.members[0].engine.requests}
+        for name in busy:
+            await pool.engine.finish_session(name)
+        await pool.engine.generate_many([request(f"b{i}", f"n{i}") for i in range(2)])
+        assert counts(pool) == [4, 2]
+
+
+async def test_control_calls_reach_every_member():
+    async with near_pool(3) as pool:
+        await pool.engine.pause("keep")
+        assert [await member.engine.is_paused() for member in pool.members] == [True] * 3
+        await pool.engine.start_weight_update()
+        await pool.engine.finish_weight_update("policy/0/1")
+        await pool.engine.resume()
+        assert {await member.engine.weight_version() for member in pool.members} == {"policy/0/1"}
+        assert await pool.engine.weight_version() == "policy/0/1"
+        assert not await pool.engine.is_paused()
+
+
+async def test_metrics_are_sums():
+    async with near_pool(2) as pool:
+        await pool.engine.generate_many([request(f"r{i}", f"s{i}", max_tokens=5) for i in range(4)])
+        metrics = await pool.engine.metrics()
+        assert (metrics["generation_tokens_total"], metrics["delivered_tokens_total"]) == (20, 20)
+
+
+async def test_counters_go_on_over_a_restart():
+    async with near_pool(1) as pool:
+        await pool.engine.generate(request("a", max_tokens=7))
+        await pool.engine.metrics()
+        pool.members[0].engine = FakeEngine(300)
+        await pool.engine.generate(request("b", max_tokens=2))
+        assert (await pool.engine.metrics())["generation_tokens_total"] == 9
+
+
+async def test_an_answer_is_withheld_while_an_update_is_open():
+    async with near_pool(1) as pool:
+        member = pool.members[0]
+        pool.hold(member)
+        answer = asyncio.create_task(pool.engine.generate(request("a")))
+        await until(lambda: member.running == 0 and member.engine.requests)
+        await asyncio.sleep(0.05)
+        assert not answer.done()
+        pool.admit(member)
+        assert len((await answer).token_ids) == 4
+
+
+async def test_an_answer_of_wrong_weights_is_discarded_and_others_are_not():
+    async with near_pool(2, step=0.02, policy="round_robin") as pool:
+        bad, good = (asyncio.create_task(pool.engine.generate(request(n))) for n in ("bad", "good"))
+        await until(lambda: counts(pool) == [1, 1])
+        pool.taint(pool.members[0])
+        pool.withdraw(pool.members[0], "failed its checksum", drain=True)
+        with pytest.raises(InferenceError, match="the answer is discarded"):
+            await bad
+        assert len((await good).token_ids) == 4
+        await pool.engine.generate_many([request(f"r{i}") for i in range(4)])
+        assert counts(pool) == [1, 5]
+
+
+async def test_a_dead_member_is_left_out_and_a_request_on_it_is_an_error():
+    async with near_pool(2, step=0.01, policy="round_robin", health_failures=1) as pool:
+        told = []
+        pool.on_down = lambda member, reason: told.append((member.name, reason))
+        on_it = asyncio.create_task(pool.engine.generate(request("a", max_tokens=400)))
+        await until(lambda: counts(pool) == [1, 0])
+        await pool.members[0].engine.close()
+        with pytest.raises(InferenceError):
+            await on_it
+        # By the time the caller has the error, routing has followed.
+        await pool.engine.generate_many([request(f"r{i}") for i in range(4)])
+        assert counts(pool) == [1, 4]
+        assert told == [("r0", "1 health checks in a row failed")]
+
+
+async def test_requests_wait_for_a_member_that_comes_back_up_to_date():
+    async with near_pool(1, health_failures=1) as pool:
+        member, synced = pool.members[0], []
+
+        async def resync(back):
+            synced.append(back.name)
+            assert not back.routable
+
+        pool.resync = resync
+        await member.engine.close()
+        await until(lambda: member.state == "down")
+        waiting = asyncio.create_task(pool.engine.generate(request("a")))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        member.engine = FakeEngine(300)
+        assert len((await waiting).token_ids) == 4
+        assert synced == ["r0"]
+
+
+async def test_a_failing_resync_is_tried_again_and_never_routed_to():
+    async with near_pool(1, health_failures=1) as pool:
+        member, tries = pool.members[0], []
+
+        async def resync(back):
+            tries.append(1)
+            if len(tries) < 2:
+                raise InferenceError("the weights did not verify")
+
+        pool.resync = resync
+        await member.engine.close()
+        await until(lambda: member.state == "down")
+        member.engine = FakeEngine(300)
+        await until(lambda: len(tries) == 1)
+        assert not pool.routable
+        await until(lambda: member.state == "up")
+        assert len(tries) == 2
+
+
+async def test_the_wait_for_a_replica_has_a_deadline_and_names_the_reason():
+    async with near_pool(1, health_failures=1, recover_seconds=0.3) as pool:
+        await pool.members[0].engine.close()
+        await until(lambda: pool.members[0].state == "down")
+        with pytest.raises(InferenceError, match=r"within 0.3 s: r0 is down \(.*does not answer"):
+            await pool.engine.generate(request("a"))
+
+
+async def test_a_closed_pool_says_so_to_those_who_wait():
+    pool = near_pool(1)
+    await pool.start()
+    pool.withdraw(pool.members[0], "parked", drain=False)
+    waiting = asyncio.create_task(pool.engine.generate(request("a")))
+    await asyncio.sleep(0.02)
+    await pool.close()
+    with pytest.raises(InferenceError, match="the pool is closed"):
+        await waiting
+
+
+async def test_members_need_different_names():
+    with pytest.raises(InferenceError, match="different names"):
+        ReplicaPool([Member("a", FakeEngine(300)), Member("a", FakeEngine(300))])
+
+
+# ---- processes
+
+
+def port_is_free(url):
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", int(url.rsplit(":", 1)[1])))
+    return True
+
+
+@needs_router
+@pytest.mark.slow
+async def test_engine_killed_mid_token_behind_the_router(tmp_path):
+    """The lost request is a typed, retryable error; the next one is answered; the engine returns; nothing is left."""
+    pool = far_pool(tmp_path, step=0.01)
+    synced = []
+
+    async def resync(member):
+        synced.append(member.name)
+
+    pool.resync = resync
+    async with pool:
+        started = family(pool)
+        asked = [asyncio.create_task(pool.engine.generate(request(f"r{i}", f"s{i}", max_tokens=300))) for i in range(4)]
+        await asyncio.sleep(1.0)
+        victim = pool.members[0]
+        server_process(victim).send_signal(signal.SIGKILL)
+        done = await asyncio.gather(*asked, return_exceptions=True)
+        lost = [answer for answer in done if isinstance(answer, BaseException)]
+        assert len(lost) == 2, done
+        assert {type(answer) for answer in lost} == {InferenceError}
+        # All of these are answered, though a replica is missing: sessions of the dead one have moved.
+        again = await pool.engine.generate_many([request(f"again{i}", f"s{i}") for i in range(4)])
+        assert [len(answer.token_ids) for answer in again] == [4] * 4
+        await until(lambda: victim.state == "up")
+        assert (synced, victim.restarts) == (["r0"], 1)
+        await until(lambda: len(pool.router._workers) == 2)
+        assert set(await pool.router.workers()) == {member.url for member in pool.members}
+        urls = [member.url for member in pool.members] + [pool.router.url]
+        started += family(pool)
+    assert not psutil.wait_procs(started, timeout=10)[1]
+    assert all(map(port_is_free, urls))
+
+
+@needs_router
+@pytest.mark.slow
+async def test_router_killed_and_engine_hung(tmp_path):
+    """A dead router is replaced; an engine that stops answering is ended and restarted."""
+    async with far_pool(tmp_path, step=0.01, health_failures=1) as pool:
+        before = pool.router.child.pid
+        psutil.Process(before).children()[0].kill()
+        await until(lambda: pool.router._child is not None and pool.router.child.pid != before)
+        await pool.engine.generate(request("a", "s"))
+        # Behind the router it is not known who answers: asked directly, a hung engine misses its health deadline.
+        victim = pool.members[1]
+        victim.engine._control = 1.0
+        server_process(victim).suspend()
+        await until(lambda: victim.state == "down")
+        await until(lambda: victim.state == "up")
+        assert victim.restarts == 1
+        answers = await pool.engine.generate_many([request(f"b{i}", f"t{i}") for i in range(6)])
+        assert len(answers) == 6
+
+
+@pytest.mark.slow
+async def test_a_restarted_engine_is_brought_to_the_last_good_version_before_it_answers(tmp_path):
+    """The opening incident: a replica that came back with its first weights must not answer with them."""
+    pool = far_pool(tmp_path, count=2, router=False, policy="round_robin")
+    async with pool:
+        replicas = [PooledReplica(pool, member) for member in pool.members]
+        publisher = Publisher(replicas, MemoryTransport())
+        link(pool, publisher)
+        twin = FakeEngine(300, scale=1.0, seed=9)
+        receipts = await publish_to_pool(pool, publisher, lambda: twin.weights, "policy/0/1")
+        assert [receipt.result for receipt in receipts] == ["published", "published"]
+        want = await twin.generate(request("want"))
+        server_process(pool.members[0]).kill()
+        for i in range(12):
+            try:
+                answer = await pool.engine.generate(request(f"a{i}"))
+            except InferenceError:
+                continue
+            assert answer.token_ids == want.token_ids
+            assert [run.version for run in answer.versions] == ["policy/0/1"]
+        await until(lambda: pool.members[0].routable)
+        assert pool.members[0].restarts == 1
+        assert await pool.members[0].engine.weight_version() == "policy/0/1"
+        direct = await pool.members[0].engine.generate(request("direct"))
+        assert direct.token_ids == want.token_ids
+        publisher.close()
+
+
+async def test_a_member_that_cannot_start_fails_the_pool_with_its_log(tmp_path):
+    pool = far_pool(tmp_path, count=1, router=False)
+    spec = pool.members[0].spec
+    object.__setattr__(spec, "command", lambda port: ["python3", "-c", "print('no such model: x'); exit(3)"])
+    with pytest.raises(InferenceError, match=r"(?s)r0 ended with status 3.*no such model: x"):
+        await pool.start()
+
+
+async def test_a_member_that_keeps_dying_is_given_up_and_calls_say_why(tmp_path):
+    pool = far_pool(tmp_path, count=1, router=False, restarts=1)
+    async with pool:
+        member = pool.members[0]
+        object.__setattr__(member.spec, "command", lambda port: ["python3", "-c", "print('out of memory'); exit(9)"])
+        server_process(member).kill()
+        await until(lambda: member.state == "failed")
+        with pytest.raises(InferenceError, match=r"(?s)given up after 1 restarts.*out of memory"):
+            await pool.engine.generate(request("a"))
+
+
+# ---- settings
+
+
+def test_one_embedded_engine_needs_no_pool(tmp_path):
+    assert not needs_pool(InferenceSettings())
+    with pytest.raises(SettingsError, match="needs no pool"):
+        build_pool(InferenceSettings(), "m", log_dir=tmp_path)
+
+
+def test_settings_become_command_lines(tmp_path):
+    settings = InferenceSettings.model_validate(
+        {"engine": "vllm", "replicas": 2, "max_model_len": 512, "launch": {"python": "/x/python", "args": ["--y"]}}
+    )
+    pool = build_pool(settings, "the/model", log_dir=tmp_path, weight_transfer="slipstream")
+    command = pool.members[1].spec.command(8123)
+    assert command[:5] == ["/x/python", "-m", "vllm.entrypoints.openai.api_server", "--model", "the/model"]
+    assert {"8123", "512", "processed_logprobs", "--enable-scale-out", "--y"} <= set(command)
+    assert pool.router is not None
+    embedded = build_pool(InferenceSettings(replicas=2, kv_cache_tokens=99), "m", log_dir=tmp_path)
+    assert '"kv_cache_tokens": 99' in " ".join(embedded.members[0].spec.command(1))
+
+
+def test_given_urls_are_members_without_processes(tmp_path):
+    settings = InferenceSettings(engine="http", urls=("http://a:1", "http://b:2"))
+    pool = build_pool(settings, "m", log_dir=tmp_path)
+    assert [(member.url, member.spec) for member in pool.members] == [("http://a:1", None), ("http://b:2", None)]
