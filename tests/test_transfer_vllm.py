@@ -12,9 +12,10 @@ import pytest
 
 from slipstream.errors import PublishError
 from slipstream.inference.checksum import tensor_checksum
+from slipstream.inference.fake import FakeEngine
 from slipstream.inference.transfer import vllm_plugin
 from slipstream.inference.transfer.raw import Raw
-from slipstream.weights import AdapterTransport, NativeTransport
+from slipstream.weights import AdapterTransport, NativeTransport, Publisher, Replica
 
 torch = pytest.importorskip("torch")
 
@@ -318,15 +319,20 @@ async def test_an_adapter_is_written_for_peft_loaded_in_place_and_deleted(tmp_pa
     carrier = AdapterTransport(tmp_path, {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}, lora_name="student")
     staged = carrier.stage("policy/0/1", {"base.q_proj.lora_A.weight": np.ones((2, 4), np.float32)})
     await carrier.send(staged, engine)
-    (path, body), folder = engine.told[0], tmp_path / "adapter-policy-0-1"
-    assert (path, body) == (
-        "/v1/load_lora_adapter",
-        {"lora_name": "student", "lora_path": str(folder), "load_inplace": True},
-    )
+    folder = tmp_path / "adapter-policy-0-1"
+    assert engine.told == [
+        ("/v1/unload_lora_adapter", {"lora_name": "student"}),
+        ("/v1/load_lora_adapter", {"lora_name": "student", "lora_path": str(folder)}),
+    ]
     assert list(load_file(folder / "adapter_model.safetensors")) == ["base.q_proj.lora_A.weight"]
     assert '"peft_type": "LORA"' in (folder / "adapter_config.json").read_text()
     carrier.release(staged)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_adapters_do_not_go_with_requests_that_are_kept(tmp_path):
+    with pytest.raises(PublishError, match="use pause_mode wait or abort"):
+        Publisher([Replica(FakeEngine(8))], AdapterTransport(tmp_path, {}), pause_mode="keep")
 
 
 def test_whole_weights_are_no_adapter(tmp_path):

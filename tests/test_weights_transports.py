@@ -20,6 +20,7 @@ from slipstream.inference.client import HttpEngine
 from slipstream.inference.fake import FakeEngine
 from slipstream.inference.server import build_app
 from slipstream.inference.types import GenerateRequest
+from slipstream.ledger import Ledger, LedgerReader
 from slipstream.trajectory import SamplingSpec
 from slipstream.weights import (
     Deadlines,
@@ -34,7 +35,8 @@ from slipstream.weights import (
 
 HERE = Path(__file__).parent
 VOCAB = 64
-QUICK = Deadlines(stage=30, pause=20, load=20, verify=20, resume=20)
+# Long: nothing here fails by its deadline, and the machine may be busy.
+PATIENT = Deadlines(stage=300, pause=300, load=300, verify=300, resume=300)
 TRANSPORTS = ["disk", "memory", "delta", "gloo"]
 
 
@@ -87,8 +89,8 @@ async def servers(folder, *faults):
     engines = []
     try:
         for process in processes:
-            url = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), 60)
-            engines.append(HttpEngine(url.strip(), timeout_seconds=20, control_seconds=20))
+            url = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), 300)
+            engines.append(HttpEngine(url.strip(), timeout_seconds=300, control_seconds=300))
         yield engines, processes
     finally:
         for engine in engines:
@@ -107,7 +109,7 @@ def local(folder):
 
 def publisher(engines, carrier, **options):
     return Publisher(
-        [Replica(e, f"r{i}", hold_seconds=20) for i, e in enumerate(engines)], carrier, deadlines=QUICK, **options
+        [Replica(e, f"r{i}", hold_seconds=300) for i, e in enumerate(engines)], carrier, deadlines=PATIENT, **options
     )
 
 
@@ -182,13 +184,19 @@ async def test_bfloat16_travels_to_the_embedded_engine(tmp_path, kind):
 # ---- the opening incident
 
 
-@pytest.mark.parametrize("kind", TRANSPORTS)
+@pytest.mark.parametrize(
+    "kind", ["memory", "delta", *(pytest.param(kind, marks=pytest.mark.proof) for kind in ("disk", "gloo"))]
+)
 async def test_replicas_that_lie_or_die_never_answer_under_the_wrong_version(tmp_path, kind):
     """Four replicas: sound, silently stale, ok without loading, dead in the middle.  The run goes on with the sound."""
-    events = []
     async with servers(tmp_path, "sound", "keeps-old", "ok-without-loading", "dies-in-the-middle") as (engines, _):
         carrier = transport(kind, tmp_path)
-        pub = publisher(engines, carrier, on_receipt=events.append)
+        ledger = Ledger(tmp_path / "run", 0)
+        pub = publisher(
+            engines,
+            carrier,
+            on_receipt=lambda r: ledger.event("publish", version=r.version, receipts=[r.to_json()]),
+        )
         answers = []
         for step in (1, 2, 3):
             await pub.publish(weights(step), f"policy/0/{step}")
@@ -196,6 +204,7 @@ async def test_replicas_that_lie_or_die_never_answer_under_the_wrong_version(tmp
                 with contextlib.suppress(InferenceError):
                     answers.append((step, replica.name, *(await scores(replica, f"s{step}-{replica.name}"))))
         pub.close()
+        ledger.close()
     # Whoever answered did so with the weights that its version names.
     for step, name, result, versions in answers:
         assert [run.version for run in versions] == [f"policy/0/{step}"], name
@@ -203,7 +212,11 @@ async def test_replicas_that_lie_or_die_never_answer_under_the_wrong_version(tmp
     assert {(step, name) for step, name, *_ in answers} == {
         (1, "r0"), (2, "r0"), (3, "r0"), (1, "r1"), (1, "r3")
     }  # fmt: skip
-    told = {(e.version, e.replica): (e.result, " ".join(e.faults)) for e in events}
+    # And the ledger, read back from disk, says what happened to whom.
+    written = [
+        receipt for event in LedgerReader(tmp_path / "run").events("publish") for receipt in event.data["receipts"]
+    ]
+    told = {(e["version"], e["replica"]): (e["result"], " ".join(e["faults"])) for e in written}
     assert told["policy/0/1", "r2"][0] == "quarantined"
     assert "parameters differ" in told["policy/0/1", "r2"][1]
     assert told["policy/0/2", "r1"][0] in ("rolled_back", "quarantined")
@@ -222,10 +235,10 @@ async def test_a_restarted_engine_catches_up_by_delta_and_serves_again(tmp_path)
         processes[1].wait(10)
         await pub.publish(weights(2), "policy/0/2")
         assert [r.state for r in pub.replicas] == ["serving", "quarantined"]
-        assert await pub.recover(health_seconds=2) == []
+        assert await pub.recover(health_seconds=30) == []
         async with servers(tmp_path, "sound") as (fresh, _):
             pub.replicas[1].engine = fresh[0]
-            (receipt,) = await pub.recover()
+            (receipt,) = await pub.recover(health_seconds=300)
             assert (receipt.published, receipt.holds) == (True, "policy/0/2")
             result, versions = await scores(pub.replicas[1], "after")
             assert [run.version for run in versions] == ["policy/0/2"]
@@ -409,7 +422,7 @@ async def test_full_disk_leaves_the_old_version_serving_and_no_torn_file(tmp_pat
 
 async def test_a_broken_broadcast_group_is_replaced(tmp_path):
     client, engine = local(tmp_path)
-    carrier = GlooTransport(timeout_seconds=5)
+    carrier = GlooTransport()
     pub = publisher([client], carrier)
     await pub.publish(weights(1), "policy/0/1")
     carrier._links[client].close()

@@ -1,8 +1,12 @@
 """LoRA adapters for vLLM: a few megabytes in place of all the weights.
 
-Owns: writing an adapter in peft's format, and having vLLM load it in place under one name.
+Owns: writing an adapter in peft's format, and having vLLM load it under one name in the place of the one before.
 Refuses: engines without LoRA (they are sent merged weights by any other transport); checksums: vLLM does not say what
-an adapter holds, so a publish of adapters is verified by a probe.
+an adapter holds, so a publish of adapters is verified by a probe; requests that a pause keeps: in vLLM each goes on
+with the adapter that it began with, under the new version's name.
+
+The one before is unloaded first.  vLLM's own way of loading in place marks the adapter to be read from disk again for
+every batch that uses it.
 
 Launch vLLM with ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``; requests name the adapter as their
 ``model``.
@@ -10,13 +14,14 @@ Launch vLLM with ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``; r
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from slipstream.errors import PublishError
+from slipstream.errors import PublishError, RequestError
 from slipstream.inference.client import write_safetensors
 from slipstream.inference.types import Engine
 from slipstream.weights.transport import Export, Staged, collect, stage_tensors
@@ -39,6 +44,7 @@ class AdapterTransport:
     """
 
     name = "adapter"
+    continues = False
 
     def __init__(
         self, directory: Path, config: Mapping[str, Any], *, lora_name: str = "policy", dtype: str | None = None
@@ -75,7 +81,9 @@ class AdapterTransport:
         """Have it loaded in the place of the one before."""
         if not isinstance(engine, _Callable):
             raise PublishError(f"adapters go to a vLLM behind a URL, not to a {type(engine).__name__}")
-        body = {"lora_name": self._lora_name, "lora_path": str(staged.payload), "load_inplace": True}
+        with contextlib.suppress(RequestError):  # none was loaded
+            await engine.call("POST", "/v1/unload_lora_adapter", {"lora_name": self._lora_name})
+        body = {"lora_name": self._lora_name, "lora_path": str(staged.payload)}
         await engine.call("POST", "/v1/load_lora_adapter", body)
 
     async def abandon(self, engine: Engine) -> None:

@@ -60,6 +60,7 @@ class DeltaTransport:
     """
 
     name = "delta"
+    continues = True
 
     def __init__(
         self,

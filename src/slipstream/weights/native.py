@@ -93,6 +93,8 @@ class NativeTransport:
         timeout_seconds: longest wait for one call to the engine.
     """
 
+    continues = True
+
     def __init__(
         self,
         kind: Kind,

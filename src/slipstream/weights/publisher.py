@@ -40,6 +40,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from slipstream.errors import InferenceError, PublishError
+from slipstream.inference.transfer.raw import digest
 from slipstream.inference.types import PauseMode
 from slipstream.trajectory import WeightVersion
 from slipstream.weights.receipt import Receipt, Result
@@ -148,6 +149,11 @@ class Publisher:
             raise PublishError(f"attempts must be >= 1, got {attempts}")
         self.replicas = tuple(replicas)
         self._transport: Transport = transport if transport is not None else InProcessTransport()
+        if pause_mode == "keep" and not self._transport.continues:
+            raise PublishError(
+                f"requests kept by a pause would go on with old weights under the new version's name (transport "
+                f"{self._transport.name}); use pause_mode wait or abort"
+            )
         self._pause_mode: PauseMode = pause_mode
         self._attempts = attempts
         self._fallback = fallback
@@ -196,6 +202,8 @@ class Publisher:
                 return await self._run(active, progress, staged, probe or self._probe)
             except BaseException as error:
                 await self._interrupted(active, f"publishing {version} was interrupted ({type(error).__name__})")
+                if self._last_good is None or self._last_good[0] is not staged:
+                    self._transport.release(staged)
                 raise
 
     async def recover(self, health_seconds: float = 5.0) -> list[Receipt]:
@@ -395,6 +403,7 @@ class Publisher:
             result=progress.result,
             holds=replica.holds,
             transport=self._transport.name,
+            digest=digest(staged.checksums),
             names=len(staged.checksums),
             bytes=staged.bytes,
             payload_bytes=staged.payload_bytes,

@@ -18,7 +18,8 @@ Result = Literal["published", "rolled_back", "quarantined"]
 class Receipt:
     """One replica, one publish.
 
-    ``bytes`` is the size of the weights, ``payload_bytes`` what an up-to-date replica had to be sent (a delta is less).
+    ``digest`` names the weights themselves (over all checksums), ``bytes`` is their size, ``payload_bytes`` what an
+    up-to-date replica had to be sent (a delta is less).
     ``version`` is what was to be published, ``holds`` what the replica verifiably holds now (None: unknown).
     ``seconds`` has one entry per phase (stage, pause, load, verify, resume), summed over attempts; stage is shared by
     all replicas.  ``faults`` says, in order, why attempts failed.
@@ -29,6 +30,7 @@ class Receipt:
     result: Result
     holds: str | None
     transport: str
+    digest: str
     names: int
     bytes: int
     payload_bytes: int
@@ -50,6 +52,7 @@ class Receipt:
             "result": self.result,
             "holds": self.holds,
             "transport": self.transport,
+            "digest": self.digest,
             "names": self.names,
             "bytes": self.bytes,
             "payload_bytes": self.payload_bytes,

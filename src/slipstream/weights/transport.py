@@ -49,6 +49,8 @@ class Transport(Protocol):
 
     name: str
     """How receipts call it."""
+    continues: bool
+    """Whether requests that a pause keeps go on under the new weights, so that their tokens' versions stay true."""
 
     def stage(self, version: str, export: Export) -> Staged:
         """Make the weights sendable.  Runs in a worker thread, before any replica is paused."""
@@ -140,6 +142,7 @@ class InProcessTransport:
     """
 
     name = "in_process"
+    continues = True
 
     def __init__(self, dtype: str | None = None, chunk_bytes: int = 1 << 28) -> None:
         self._dtype = dtype

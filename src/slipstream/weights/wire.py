@@ -91,6 +91,7 @@ class DiskTransport:
     """
 
     name = "disk"
+    continues = True
 
     def __init__(self, directory: Path, dtype: str | None = None) -> None:
         self._directory = directory
@@ -147,6 +148,7 @@ class MemoryTransport:
     """
 
     name = "memory"
+    continues = True
 
     def __init__(self, dtype: str | None = None) -> None:
         self._dtype = dtype
@@ -200,6 +202,7 @@ class GlooTransport:
     """
 
     name = "gloo"
+    continues = True
 
     def __init__(
         self,

@@ -86,12 +86,17 @@ class _Place:
     end: int
 
 
+def _bare(module: Any) -> Any:
+    """The layer below vLLM's LoRA wrapper, if it has one."""
+    return getattr(module, "base_layer", module)
+
+
 def locate(model: Any, received: Mapping[str, Raw]) -> dict[str, _Place]:
     """Places of the received names that can be told: same path, or a part of a fused layer.
 
     Names that vLLM maps otherwise (other architectures) and sharded parameters are left out: unknown, not wrong.
     """
-    modules = dict(model.named_modules())
+    modules = {path: _bare(module) for path, module in model.named_modules()}
     fused = {
         part: (whole, parts)
         for whole, parts in (getattr(model, "packed_modules_mapping", None) or {}).items()
