@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from run_kit import EXACT, tiny_settings, weights_digest
+from slipstream.errors import SettingsError
 from slipstream.ledger import LedgerReader
-from slipstream.trainers.run import train
+from slipstream.trainers.run import check, train
 from slipstream.trajectory import WeightVersion
 from test_trainers_run import StopAt, trained_prompts
 
@@ -102,6 +103,21 @@ def test_other_ways_to_pause_keep_the_books_balanced(pause: str, tiny_dir: Path,
     settings = tiny_settings(tiny_dir, tmp_path / "r", *ASYNC[:2], f"inference.pause_mode={pause}")
     assert train(settings).finished
     assert set(trained_prompts(tmp_path / "r").values()) == {1}
+
+
+def test_a_loss_without_an_anchor_at_the_sampler_is_refused_when_sampling_runs_ahead(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    present = "algorithm.old_logprobs=recompute"
+    with pytest.raises(SettingsError, match="older weights"):
+        train(tiny_settings(tiny_dir, tmp_path / "a", *ASYNC, present))
+    for allowed in (
+        ["schedule.kind=sync", present],
+        [*ASYNC[:1], "schedule.max_staleness_steps=0", present],
+        [*ASYNC, present, "algorithm.off_policy.tis=token"],
+        ASYNC,
+    ):
+        assert not check(tiny_settings(tiny_dir, tmp_path / "b", *allowed)).errors
 
 
 def test_one_step_off_trains_whole_batches_of_one_version(tiny_dir: Path, tmp_path: Path) -> None:

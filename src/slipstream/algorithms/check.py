@@ -74,12 +74,17 @@ def check_algorithm(
     *,
     samples_per_prompt: int,
     prompts_per_step: int | None = None,
+    stale: bool = False,
 ) -> list[Problem]:
-    """Every contradiction between these settings, errors and warnings, none raised."""
+    """Every contradiction between these settings, errors and warnings, none raised.
+
+    ``stale`` says that tokens may have been sampled by older weights than those that are updated.
+    """
     problems = list(_check_names(settings))
     if not problems:
         problems += _check_loss(settings)
         problems += check_anchor(settings)
+        problems += _check_stale(settings) if stale else ()
         problems += check_estimation(settings, samples_per_prompt=samples_per_prompt)
     problems += _check_kl(settings)
     problems += _check_sampling(sampling)
@@ -92,6 +97,23 @@ def check_algorithm(
             )
         )
     return problems
+
+
+def _check_stale(settings: AlgorithmSettings) -> Iterator[Problem]:
+    """Tokens of older weights need a ratio, or a correction, against the policy that sampled them."""
+    needs, off = LOSSES.get(settings.loss).needs, settings.off_policy
+    anchored = "old_logprobs" in needs and settings.old_logprobs != "recompute"
+    corrected = off.tis != "none" or off.sequence_mask != "none"
+    if not (anchored or corrected or "behaviour_logprobs" in needs):
+        why = (
+            "its ratio is taken against the policy before the update" if "old_logprobs" in needs else "it has no ratio"
+        )
+        yield Problem(
+            ("algorithm.loss", "algorithm.old_logprobs", "schedule.kind"),
+            f"samples may be of older weights, and {settings.loss} never sees how likely those made them: {why}",
+            "anchor on the sampler (algorithm.old_logprobs=sampler), correct with algorithm.off_policy, choose a loss "
+            "that needs behaviour log-probs, or train synchronously",
+        )
 
 
 def _check_names(settings: AlgorithmSettings) -> Iterator[Problem]:

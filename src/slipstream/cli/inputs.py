@@ -90,12 +90,14 @@ def _algorithm_problems(settings: RunSettings) -> list[Problem]:
     if settings.schedule.steps == 0:
         return []
     from slipstream.algorithms import check_algorithm
+    from slipstream.config.schedule_checks import samples_ahead
 
     return check_algorithm(
         settings.algorithm,
         settings.rollout.sampling,
         samples_per_prompt=settings.rollout.samples_per_prompt,
         prompts_per_step=settings.schedule.prompts_per_step,
+        stale=samples_ahead(settings.schedule),
     )
 
 

@@ -37,6 +37,11 @@ def outstanding_groups(schedule: ScheduleSettings) -> int:
     return 2 * draw if schedule.kind == "one_step_off" else batch * (schedule.max_staleness_steps + 1)
 
 
+def samples_ahead(schedule: ScheduleSettings) -> bool:
+    """Whether a step may train on tokens of older weights than it updates."""
+    return schedule.kind == "one_step_off" or (schedule.kind in QUEUES and schedule.max_staleness_steps > 0)
+
+
 def check_schedule(settings: RunSettings, n_train_rows: int | None) -> Iterator[Problem]:
     """Every contradiction of the schedule's settings; ``n_train_rows`` None is unknown."""
     schedule = settings.schedule

@@ -42,7 +42,16 @@ HEALTH: tuple[tuple[str, str, bool], ...] = (
     ("guard/duplicate_rate", "Duplicate samples", True),
     ("trainer/tokens_per_second", "Tokens per second", False),
     ("timing/step", "Seconds per step", False),
+    ("perf/trainer_idle_share", "Trainer waits for groups", True),
+    ("perf/engine_idle_share", "Nothing is asked of the engine", True),
 )
+AHEAD: tuple[tuple[str, str, bool], ...] = (
+    ("schedule/lag_mean", "Lag of trained groups in steps", False),
+    ("async/staleness_mean", "Lag of trained tokens in versions", False),
+    ("async/mixed_version_share", "Trajectories of several versions", True),
+    ("schedule/queue_seconds_mean", "Seconds a finished group waits", False),
+)
+"""Shown when sampling ran ahead of training."""
 ACCOUNT = (
     ("trained", "trained"),
     ("filtered", "filtered"),
@@ -103,7 +112,10 @@ def render(facts: RunFacts, embedded: Any) -> str:
         phases=Markup(charts.stacked_bar(facts.timings(), format_duration)),
         rollout=Markup(charts.stacked_bar(list(facts.rollout_seconds.items()), format_duration)),
         lengths=Markup(charts.histogram(charts.bin_counts(facts.lengths), "Sampled tokens per trajectory")),
-        lags=Markup(charts.histogram(_lag_bins(facts), "Version lag per sampled token", cls="c2")),
+        lags=Markup(
+            charts.histogram(_lag_bins(facts.lags), "Version lag per sampled token", cls="c2")
+            + charts.histogram(_lag_bins(_group_lags(facts)), "Steps between start and training, per group", cls="c3")
+        ),
         account=Markup(charts.stacked_bar(_account(facts), lambda v: f"{v:,.0f}")),
         account_total=f"{facts.account.sampled:,}",
         outcomes=facts.outcomes,
@@ -161,7 +173,7 @@ def _sft_curve(facts: RunFacts) -> str:
 
 def _health(facts: RunFacts) -> list[tuple[str, str]]:
     out = []
-    for i, (name, title, share) in enumerate(HEALTH):
+    for i, (name, title, share) in enumerate((*HEALTH, *(AHEAD if _group_lags(facts) else ()))):
         steps, values = facts.series(name)
         if len(steps) < 2:
             continue
@@ -230,11 +242,18 @@ def _eval_row(source: str, scores: list[dict[str, float]], unit: bool, paired: b
     }
 
 
-def _lag_bins(facts: RunFacts) -> list[tuple[str, float]]:
-    if not facts.lags:
+def _lag_bins(lags: Mapping[int, float]) -> list[tuple[str, float]]:
+    if not lags:
         return []
-    low, high = min(0, *facts.lags), max(*facts.lags, 3)
-    return [(str(lag), float(facts.lags.get(lag, 0))) for lag in range(low, high + 1)]
+    low, high = min(0, *lags), max(*lags, 3)
+    return [(str(lag), float(lags.get(lag, 0))) for lag in range(low, high + 1)]
+
+
+def _group_lags(facts: RunFacts) -> dict[int, float]:
+    """Trained groups by lag in steps, over the run; empty when nothing ran ahead."""
+    highest = int(max(facts.series("schedule/lag_max")[1], default=0.0))
+    counts = {lag: sum(facts.series(f"schedule/lag_{lag}")[1]) for lag in range(highest + 1)}
+    return counts if highest else {}
 
 
 def _account(facts: RunFacts) -> list[tuple[str, float]]:

@@ -172,6 +172,10 @@ class ConsoleSink:
         if rate is not None:
             parts.append(f"{rate:,.0f} tok/s")
         parts.append(f"{per_step:.1f}s/step")
+        if metrics.get("schedule/lag_max", 0) > 0:
+            parts.append(f"lag {metrics['schedule/lag_mean']:.1f} (max {metrics['schedule/lag_max']:.0f})")
+            idle = [metrics.get(f"perf/{who}_idle_share", 0.0) for who in ("trainer", "engine")]
+            parts.append(f"idle: trainer {idle[0]:.0%}, engine {idle[1]:.0%}")
         if self._total and step < self._total:
             parts.append(f"{format_duration(per_step * (self._total - step))} left")
         return parts

@@ -140,7 +140,7 @@ class Loop:
             notify(self.callbacks, "on_save", info, self.control)
 
     async def _step(self, index: int) -> dict[str, float]:
-        started, idle = time.perf_counter(), self.books.idle_seconds
+        started, idle_before = time.perf_counter(), self.books.idle_seconds
         self.schedule.begin_step(index)
         selection = await self._collect(index)
         collected = time.perf_counter()
@@ -164,11 +164,11 @@ class Loop:
             "update": updated - collected,
             "publish": finished - drained,
             "step": finished - started,
-            "trainer_idle": collected - started + drained - updated,
-            "engine_idle": self.books.idle_seconds - idle,
         }
+        idle = {"trainer": collected - started + drained - updated, "engine": self.books.idle_seconds - idle_before}
         engine_tokens = await self.hooks.sampled_tokens()
-        record = self._record(index + 1, selection, filtered, result, before, published, timings, engine_tokens)
+        extra = _idle_metrics(idle, timings["step"])
+        record = self._record(index + 1, selection, filtered, result, before, published, timings, extra, engine_tokens)
         metrics = await asyncio.to_thread(self.ledger.record_step, record)
         self.rollouts.check()
         self.schedule.end_step(index)
@@ -198,6 +198,7 @@ class Loop:
         before: str,
         published: Published,
         timings: Mapping[str, float],
+        extra: Mapping[str, float],
         engine_tokens: int | None,
     ) -> StepRecord:
         """The step's record.  No await from here to its end: the account is of one instant."""
@@ -228,7 +229,7 @@ class Loop:
             dispositions=fate,
             advantages={k: v for k, v in result.advantages.items() if k in fate},
             trainer_logprobs=result.trainer_logprobs,
-            metrics={**result.metrics, **self.schedule.metrics(), **_idle_shares(timings)},
+            metrics={**result.metrics, **self.schedule.metrics(), **extra},
             timings=timings,
             receipts=[receipt.to_json() for receipt in published.receipts],
             weight_version_before=before,
@@ -238,7 +239,8 @@ class Loop:
         )
 
 
-def _idle_shares(timings: Mapping[str, float]) -> dict[str, float]:
-    """Shares of the step in which the trainer waited for groups, and in which nothing was asked of the engine."""
-    whole = max(timings["step"], 1e-9)
-    return {f"perf/{who}_idle_share": min(timings[f"{who}_idle"] / whole, 1.0) for who in ("trainer", "engine")}
+def _idle_metrics(idle: Mapping[str, float], step_seconds: float) -> dict[str, float]:
+    """Seconds and shares of the step in which the trainer waited, and in which nothing was asked of the engine."""
+    whole = max(step_seconds, 1e-9)
+    seconds = {f"perf/{who}_idle_seconds": value for who, value in idle.items()}
+    return seconds | {f"perf/{who}_idle_share": min(value / whole, 1.0) for who, value in idle.items()}

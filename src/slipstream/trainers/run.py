@@ -26,6 +26,7 @@ from typing import Any
 from slipstream.algorithms.check import check_algorithm
 from slipstream.algorithms.filters import apply_filters
 from slipstream.config import Plan, dump_settings, make_plan
+from slipstream.config.schedule_checks import samples_ahead
 from slipstream.config.settings import RunSettings
 from slipstream.data.sampler import Sampler
 from slipstream.ledger import Ledger, build_sinks, next_incarnation, write_report
@@ -67,6 +68,7 @@ def check(settings: RunSettings, notes: Sequence[Any] = ()) -> Plan:
         settings.rollout.sampling,
         samples_per_prompt=settings.rollout.samples_per_prompt,
         prompts_per_step=settings.schedule.prompts_per_step,
+        stale=samples_ahead(settings.schedule),
     )
     return make_plan(settings, notes=notes, problems=problems if settings.schedule.steps else ())
 
