@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 SEED   ?= 0
 FULL   ?=
 
-.PHONY: setup quickstart test lint types docs drill bench-trl bench-decode bench-learning bench-simulate bench-sync results clean
+.PHONY: setup quickstart test lint types docs drill bench-trl bench-decode bench-learning bench-simulate bench-sync compare-peers results clean
 
 setup: $(STAMP)
 
@@ -53,6 +53,10 @@ bench-sync: $(STAMP)
 
 bench-simulate: $(STAMP)
 	$(BIN)/python benchmarks/simulate.py
+
+# The same random batches through this library, TRL and verl; makes an environment for the two on first use.
+compare-peers: $(STAMP)
+	$(BIN)/python benchmarks/compare_peers.py
 
 # Quickstart over three seeds, short and full; rewrites docs/results.md.
 results: $(STAMP)
