@@ -10,6 +10,7 @@ import pytest
 from run_kit import EXACT, tiny_settings, weights_digest
 from slipstream.errors import SettingsError
 from slipstream.ledger import LedgerReader
+from slipstream.trainers.parts import divide_cores
 from slipstream.trainers.run import check, train
 from slipstream.trajectory import WeightVersion
 from test_trainers_run import StopAt, trained_prompts
@@ -118,6 +119,17 @@ def test_a_loss_without_an_anchor_at_the_sampler_is_refused_when_sampling_runs_a
         ASYNC,
     ):
         assert not check(tiny_settings(tiny_dir, tmp_path / "b", *allowed)).errors
+
+
+def test_trainer_and_engine_share_the_cores_only_when_they_work_at_once(tiny_dir: Path, tmp_path: Path) -> None:
+    def threads(*overrides: str) -> tuple[int | None, int | None]:
+        open_ones = ["training.threads=null", "inference.threads=null", *overrides]
+        settings = divide_cores(tiny_settings(tiny_dir, tmp_path, *open_ones), cores=8)
+        return settings.training.threads, settings.inference.threads
+
+    assert threads(*ASYNC) == (4, 4)
+    assert threads() == (None, None)
+    assert threads(*ASYNC, "training.threads=1") == (1, None)
 
 
 def test_one_step_off_trains_whole_batches_of_one_version(tiny_dir: Path, tmp_path: Path) -> None:

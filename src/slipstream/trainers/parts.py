@@ -8,6 +8,7 @@ Cheap checks come first (data rows, renderer), then the engine and the backend, 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from slipstream.algorithms.advantages import ADVANTAGES
 from slipstream.algorithms.losses import LOSSES
 from slipstream.config import resolve_settings
+from slipstream.config.schedule_checks import samples_ahead
 from slipstream.config.settings import RunSettings
 from slipstream.data.prompts import PromptDataset, PromptRow
 from slipstream.data.sft import SftDataset
@@ -156,7 +158,7 @@ async def build_parts(
     train = _prompts(settings, settings.data.train, renderer, ledger, "train") if settings.schedule.steps else None
     wants_eval = settings.data.eval and (settings.eval.before or settings.eval.after or settings.eval.every_steps)
     held_out = _prompts(settings, settings.data.eval, renderer, ledger, "eval") if wants_eval else None
-    settings = resolve_settings(settings, len(train) if train is not None else None)
+    settings = divide_cores(resolve_settings(settings, len(train) if train is not None else None))
     async with contextlib.AsyncExitStack() as stack:
         serving = await stack.enter_async_context(open_serving(settings, tokenizer, incarnation))
         await check_teacher(settings.algorithm, tokenizer, settings.inference.request_timeout_seconds)
@@ -239,6 +241,23 @@ def _adapted(own: Any, parts: Parts) -> Generator:
         version=None if asynchronous else lambda: str(parts.counter.current),
         decode=parts.tokenizer.decode,
         on_event=parts.tell,
+    )
+
+
+def divide_cores(settings: RunSettings, cores: int | None = None) -> RunSettings:
+    """Thread counts that were left open, for a trainer and an embedded engine that work at the same time.
+
+    Each gets half of the cores; in turn, each may have them all, which is torch's own choice.
+    """
+    together = samples_ahead(settings.schedule) and settings.inference.engine == "embedded"
+    if not together or settings.training.threads is not None or settings.inference.threads is not None:
+        return settings
+    half = max(1, (cores or os.cpu_count() or 2) // 2)
+    return settings.model_copy(
+        update={
+            "training": settings.training.model_copy(update={"threads": half}),
+            "inference": settings.inference.model_copy(update={"threads": half}),
+        }
     )
 
 
