@@ -29,6 +29,7 @@ from slipstream.config import Plan, dump_settings, make_plan
 from slipstream.config.schedule_checks import samples_ahead
 from slipstream.config.settings import RunSettings
 from slipstream.data.sampler import Sampler
+from slipstream.inference.embedded.engine import EmbeddedEngine
 from slipstream.ledger import Ledger, build_sinks, next_incarnation, write_report
 from slipstream.ledger.records import Stage
 from slipstream.rollout.types import AttemptCancelled, RolloutEvent
@@ -277,7 +278,7 @@ class Run:
         version = await self.parts.ensure_published()
         if changed:
             self.ledger.event("publish", version=version, receipts=[r.to_json() for r in self.parts.receipts])
-            if self._recorder is not None:
+            if self._recorder is not None and self._in_process():
                 engine_step = (await self.parts.engine.metrics())["weight_update_step"]
                 self._recorder.published(version, int(engine_step))
         return version
@@ -299,8 +300,13 @@ class Run:
         return result.scores if result is not None else {}
 
     async def _sampled_tokens(self) -> int | None:
-        count = (await self.parts.engine.metrics()).get("generation_tokens_total")
-        return None if count is None else int(count)
+        """The engine's own count, where it is a witness: others may ask a server, and a probe does."""
+        if not self._in_process():
+            return None
+        return int((await self.parts.engine.metrics())["generation_tokens_total"])
+
+    def _in_process(self) -> bool:
+        return isinstance(self.parts.embedded, EmbeddedEngine)
 
     def _show(self, step: int, metrics: Mapping[str, float]) -> None:
         self.sinks.log(dict(metrics), step)
