@@ -138,6 +138,8 @@ class PolicyUpdate:
         counts = {"optimizer_steps": applied, "refused_steps": refused, "trained_tokens": trained}
         if empty:
             counts["off_policy/empty_minibatches"] = empty
+        if filtered.copies:
+            counts["stand_in_groups"] = sum(filtered.copies.values()) - len(filtered.copies)
         merged = {**merge_steps(collected), **counts}
         merged |= self._steer(merged, trajectories=len({row.trajectory_id for row in batch.rows}))
         metrics = {name if name.startswith("critic/") else f"policy/{name}": float(v) for name, v in merged.items()}
