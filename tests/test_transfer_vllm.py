@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 def packed_linear(weight):
     """A layer as vLLM's CPU path leaves it: the weight lives in the kernel alone."""
     layer = torch.nn.Module()
-    layer.kernel = weight.clone()
+    layer.kernel, layer.input_size = weight.clone(), weight.shape[1]
     layer.weight = torch.nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)
     layer.cpu_linear = lambda x, w, bias: torch.nn.functional.linear(x, layer.kernel)
     return layer
@@ -97,6 +97,25 @@ def test_parameters_that_were_not_sent_are_reported():
     del sent["norm.weight"]
     told = vllm_plugin.read_back(model, raws(sent), "v1")
     assert set(told) == {*sent, "norm.weight"}
+
+
+def test_packed_layers_that_were_not_sent_are_reported():
+    sent = weights_of(0)
+    model = model_of(sent)
+    model.extra = packed_linear(torch.ones(4, 64, dtype=torch.bfloat16))
+    told = vllm_plugin.read_back(model, raws(sent), "v1")
+    assert told["extra.weight"] == tensor_checksum(torch.ones(4, 64, dtype=torch.bfloat16))
+
+
+def test_a_tied_head_that_kept_its_old_kernel_is_reported():
+    old, sent = weights_of(1), weights_of(0)
+    model = model_of(sent)
+    model.head = packed_linear(sent["embed.weight"])
+    model.head.weight = model.embed.weight
+    assert set(vllm_plugin.read_back(model, raws(sent), "v1")) == set(sent)
+    model.head.kernel = old["embed.weight"]
+    told = vllm_plugin.read_back(model, raws(sent), "v1")
+    assert told["head.weight"] == sums(old)["embed.weight"]
 
 
 def test_names_that_cannot_be_found_are_unknown_not_right():

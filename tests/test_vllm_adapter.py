@@ -22,7 +22,7 @@ async def vllm(python, tmp_path_factory):
 
 async def test_an_adapter_is_published_probed_and_replaced(vllm, weights, tmp_path):
     # Requests name the adapter as their model.
-    engine = HttpEngine(vllm.base_url, model="adapter", timeout_seconds=900, control_seconds=900)
+    engine = HttpEngine(vllm.base_url, model="adapter", timeout_seconds=3600, control_seconds=3600)
     carrier = AdapterTransport(tmp_path, {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}, lora_name="adapter")
     pub = publisher(engine, carrier, pause_mode="wait", attempts=1)
     layers = [name for name in weights if name.endswith("q_proj.weight")]

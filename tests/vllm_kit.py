@@ -44,7 +44,7 @@ async def serving(python, folder, *flags):
         "env": {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-            "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "900",
+            "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "3600",
             "PYTHONPATH": str(HERE),
         },
         "args": [
@@ -52,14 +52,14 @@ async def serving(python, folder, *flags):
             *flags,
         ],
     }
-    settings = InferenceSettings(engine="vllm", max_model_len=512, max_batch_size=4, launch=launch)
+    settings = InferenceSettings(engine="vllm", threads=1, max_model_len=512, max_batch_size=4, launch=launch)
     spec = vllm_server("vllm", resolve(BUNDLED), settings, log_dir=folder, weight_transfer=BACKEND)
     port = free_port()
     child = Child(spec.name, spec.command(port), spec.env, log=spec.log)
-    engine = HttpEngine(f"http://127.0.0.1:{port}", model=spec.model, timeout_seconds=900, control_seconds=900)
+    engine = HttpEngine(f"http://127.0.0.1:{port}", model=spec.model, timeout_seconds=3600, control_seconds=3600)
     await child.start()
     try:
-        await child.ready(engine.health, 1800)
+        await child.ready(engine.health, 5400)
         yield engine
     finally:
         await engine.close()

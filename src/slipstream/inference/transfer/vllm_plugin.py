@@ -146,11 +146,37 @@ def _held(place: _Place, raw: Raw, seed: str) -> str | None:
 
 
 def _not_sent(model: Any, places: Mapping[str, _Place]) -> Iterator[tuple[str, Any]]:
-    """Parameters that hold something and that no received tensor covers; shared ones count with their owner."""
+    """What the model holds and no received tensor covers; shared parameters count with their owner."""
     covered = {id(getattr(place.module, place.leaf, None)) for place in places.values()}
     for name, parameter in model.named_parameters():
         if parameter.numel() and id(parameter) not in covered:
             yield name, parameter
+    # Packed layers have no parameter left to be found by.
+    modules = {id(place.module) for place in places.values()}
+    for path, module in model.named_modules():
+        layer = _bare(module)
+        width = getattr(layer, "input_size", None)
+        if hasattr(layer, "cpu_linear") and id(layer) not in modules and not layer.weight.numel() and width:
+            yield f"{path}.weight", _through_kernel(layer, list(range(width)), width, layer.weight.dtype)
+
+
+def _stale_ties(
+    model: Any, places: Mapping[str, _Place], received: Mapping[str, Raw], seed: str
+) -> Iterator[tuple[str, Any]]:
+    """Layers that share a received parameter (a tied head) but whose own packed kernel holds something else."""
+    owners = {id(getattr(place.module, place.leaf, None)): name for name, place in places.items()}
+    modules = {id(place.module) for place in places.values()}
+    for path, module in model.named_modules():
+        layer = _bare(module)
+        name = owners.get(id(getattr(layer, "weight", None)))
+        if name is None or id(layer) in modules or not hasattr(layer, "cpu_linear"):
+            continue
+        sent, rows = received[name].torch(), received[name].shape[0]
+        columns = _columns(f"{seed}/{path}", sent.shape[1], COLUMNS)
+        got = _through_kernel(layer, columns, sent.shape[1], sent.dtype)
+        if got.shape[0] >= rows and not bool((got[:rows] == sent[:, columns]).all()):
+            whole = _through_kernel(layer, list(range(sent.shape[1])), sent.shape[1], sent.dtype)
+            yield f"{path}.weight", whole[:rows]
 
 
 def read_back(model: Any, received: Mapping[str, Raw], seed: str) -> dict[str, str]:
@@ -162,7 +188,8 @@ def read_back(model: Any, received: Mapping[str, Raw], seed: str) -> dict[str, s
     told = {name: value for name, value in held.items() if value is not None}
     if len(told) == len(received):
         # Everything that was sent has been found, so whatever else the model holds is older.
-        told |= {name: Raw.of(parameter).checksum() for name, parameter in _not_sent(model, places)}
+        told |= {name: Raw.of(tensor).checksum() for name, tensor in _not_sent(model, places)}
+    told |= {name: Raw.of(tensor).checksum() for name, tensor in _stale_ties(model, places, received, seed)}
     return told
 
 
