@@ -60,7 +60,6 @@ BASE = (
     "inference.threads=1",
     "training.threads=1",
     "training.optimizer.weight_decay=0",
-    "algorithm.critic.optimizer.lr=0.01",
     "rollout.samples_per_prompt=8",
     "rollout.sampling.max_tokens_per_turn=10",
     "rollout.max_prompt_tokens=64",
@@ -211,17 +210,20 @@ async def make_teacher(model: Path, folder: Path) -> Path:
     return folder
 
 
-def preset_overrides(name: str, teacher: Path | None) -> list[str]:
-    """What a preset needs besides its name."""
-    given = [f"algorithm.preset={name}", f"training.optimizer.lr={RATE}"]
-    return [*given, f"algorithm.teacher.path={teacher}", "algorithm.teacher.dtype=float32"] if teacher else given
-
-
-def needs_teacher(name: str) -> bool:
-    """Whether estimator or loss reads a teacher's scores."""
+def needs(name: str) -> set[str]:
+    """What a preset's estimator and loss read besides rewards."""
     values = PRESETS[name].values
-    needs = {*ADVANTAGES.get(values.get("advantage", "grpo")).needs, *LOSSES.get(values.get("loss", "ppo_clip")).needs}
-    return "teacher_logprobs" in needs
+    return {*ADVANTAGES.get(values.get("advantage", "grpo")).needs, *LOSSES.get(values.get("loss", "ppo_clip")).needs}
+
+
+def preset_overrides(name: str, teacher: Path | None) -> list[str]:
+    """A preset by name, with the models that it needs."""
+    given = [f"algorithm.preset={name}", f"training.optimizer.lr={RATE}"]
+    if "values" in needs(name):
+        given.append("algorithm.critic.optimizer.lr=0.01")
+    if "teacher_logprobs" in needs(name):
+        given += [f"algorithm.teacher.path={teacher}", "algorithm.teacher.dtype=float32"]
+    return given
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -261,10 +263,9 @@ async def bench_presets(names: Sequence[str], seeds: int, folder: Path) -> dict[
     for name in names:
         outcomes = []
         for seed, model in enumerate(models):
-            if needs_teacher(name) and seed not in teachers:
+            if "teacher_logprobs" in needs(name) and seed not in teachers:
                 teachers[seed] = await make_teacher(model, folder / f"teacher{seed}")
-            teacher = teachers[seed] if needs_teacher(name) else None
-            outcomes.append(await run(model, preset_overrides(name, teacher), seed, STEPS))
+            outcomes.append(await run(model, preset_overrides(name, teachers.get(seed)), seed, STEPS))
         found[name] = summary(outcomes)
         show(name, found[name])
     return found
