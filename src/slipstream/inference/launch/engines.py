@@ -14,6 +14,7 @@ its interpreter, reached only by HTTP and by the weight transports.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,7 +58,7 @@ def embedded_server(
     launch = settings.launch
 
     def command(port: int) -> list[str]:
-        program = [launch.python or sys.executable, "-m", "slipstream.cli", "serve", model]
+        program = [launch.python or sys.executable, "-m", "slipstream.cli", "serve", "--model", model]
         program += ["--port", str(port), "--name", SERVED_MODEL, "--weight-version", weight_version]
         program += ["--settings", json.dumps(section)]
         if transfer_dir is not None:
@@ -111,7 +112,13 @@ def vllm_server(
         program = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
         return [*program, "--host", "127.0.0.1", "--port", str(port), *flags, *launch.args]
 
-    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": ""}
+    env = {
+        "VLLM_SERVER_DEV_MODE": "1",  # the control plane
+        "VLLM_NO_USAGE_STATS": "1",
+        # Its front end gives up on its own engine earlier than that, otherwise.
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(launch.ready_seconds)),
+        "PYTHONPATH": "",
+    }
     if settings.threads:
         env |= {"OMP_NUM_THREADS": str(settings.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     # On a CPU, Intel's OpenMP as vLLM's documentation advises; its console script would set it.

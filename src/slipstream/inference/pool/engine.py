@@ -142,16 +142,28 @@ class PoolEngine:
     # ---- control plane: every member that is up
 
     async def _everywhere(self, call: Callable[[Engine], Awaitable[T]]) -> dict[str, T]:
-        members = [member for member in self._pool.members if member.state == "up"]
-        if not members:
-            raise InferenceError("no replica is up")
-        answers = await asyncio.gather(*(call(member.engine) for member in members), return_exceptions=True)
-        for member, answer in zip(members, answers, strict=True):
-            if isinstance(answer, InferenceError):
-                raise InferenceError(f"replica {member.name}: {answer}") from answer
-            if isinstance(answer, BaseException):
-                raise answer
-        return {m.name: a for m, a in zip(members, answers, strict=True) if not isinstance(a, BaseException)}
+        """Answers by name.  A member that dies under the call is left out; with none left, those that return are asked.
+
+        Raises:
+            InferenceError: a living member refused, or no member came back.
+        """
+        pool = self._pool
+        while True:
+            members = [member for member in pool.members if member.state == "up"]
+            got = await asyncio.gather(*(call(member.engine) for member in members), return_exceptions=True)
+            faults = {m.name: a for m, a in zip(members, got, strict=True) if isinstance(a, BaseException)}
+            if faults:
+                await pool.suspect()
+            for member in members:
+                fault = faults.get(member.name)
+                if isinstance(fault, InferenceError) and member.state == "up":
+                    raise InferenceError(f"replica {member.name}: {fault}") from fault
+                if fault is not None and not isinstance(fault, InferenceError):
+                    raise fault
+            answers = {m.name: a for m, a in zip(members, got, strict=True) if not isinstance(a, BaseException)}
+            if answers:
+                return answers
+            await pool.wait_routable()
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         await self._everywhere(lambda engine: engine.abort(request_ids))
