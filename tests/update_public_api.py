@@ -32,6 +32,7 @@ MODULES = {
     "slipstream.inference.embedded.tiny": ("tiny_model", "tiny_model_dir", "tiny_tokenizer"),
     "slipstream.data": "all",
     "slipstream.schedule": "all",
+    "slipstream.simulate": "all",
     "slipstream.ledger": "all",
     "slipstream.rollout": "all",
     "slipstream.algorithms": "all",

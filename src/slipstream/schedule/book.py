@@ -295,6 +295,11 @@ class BookedSchedule:
         """Ready entries in finish order."""
         return sorted((e for e in self._entries.values() if e.ready), key=lambda e: e.rank)
 
+    @property
+    def n_ready(self) -> int:
+        """How many entries are ready."""
+        return len(self._entries) - self.counters.running
+
     def select(self) -> Selection | None:
         """The step's groups; the same object until the step ends."""
         if self._selection is not None or not self._open:
@@ -346,7 +351,7 @@ class BookedSchedule:
         if self._reject_limit is not None and count >= self._reject_limit:
             raise BudgetExceededError(
                 f"step {self._current + 1} waits for {self.prompts_per_step} groups, but {count} have been rejected "
-                f"({self._reasons()}) and {len(self.ready())} are ready; look at these rollouts, "
+                f"({self._reasons()}) and {self.n_ready} are ready; look at these rollouts, "
                 "or raise schedule.max_batches_per_step"
             )
 
@@ -377,7 +382,7 @@ class BookedSchedule:
         now, toll = self._clock(), self._toll
         out = {f"schedule/{name}": float(value) for name, value in self.counters.state_dict().items()}
         out["schedule/outstanding"] = float(self.outstanding)
-        out["schedule/buffered"] = float(len(self.ready()))
+        out["schedule/buffered"] = float(self.n_ready)
         ages = [now - e.submitted_at for e in self._entries.values() if not e.ready]
         out["schedule/running_seconds_max"] = max(ages, default=0.0)
         if self._selection is not None:

@@ -87,8 +87,7 @@ class FullyAsyncSchedule(BookedSchedule):
         return room if self.max_running is None else min(room, self.max_running - self.counters.running)
 
     def _choose(self) -> list[Entry] | None:
-        ready = self.ready()
-        return ready[: self.prompts_per_step] if len(ready) >= self.prompts_per_step else None
+        return self.ready()[: self.prompts_per_step] if self.n_ready >= self.prompts_per_step else None
 
 
 class BoundedSchedule(FullyAsyncSchedule):
@@ -134,9 +133,9 @@ class BoundedSchedule(FullyAsyncSchedule):
         ``must`` that the ready ones can; when one is not satisfied, a group that is due has not come back yet.
         """
         batch = self.prompts_per_step
-        picked = sorted(self.ready(), key=lambda e: (e.scheduled, e.rank))[:batch]
-        if len(picked) < batch and (self.counters.running or self.admit()):
+        if self.n_ready < batch and (self.counters.running or self.admit()):
             return None
+        picked = sorted(self.ready(), key=lambda e: (e.scheduled, e.rank))[:batch]
         if self.on_stale == "wait":
             for lag in range(self.max_staleness + 1):
                 by_then = self._current + lag
@@ -172,6 +171,8 @@ class WindowedSchedule(FullyAsyncSchedule):
 
     def _choose(self) -> list[Entry] | None:
         """In submission order.  The oldest running group has been overtaken most, so it alone sets the limit."""
+        if self.n_ready < self.prompts_per_step:
+            return None
         picked: list[Entry] = []
         left: int | None = None
         for entry in sorted(self._entries.values(), key=lambda e: e.order):

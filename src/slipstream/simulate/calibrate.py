@@ -37,7 +37,7 @@ from slipstream.simulate.scenario import Scenario
 SHARES = (0.25, 0.4, 0.55, 0.7, 0.85, 0.95)
 """Generation shares that are tried first; then those ``FINER`` beside the best."""
 FINER = 0.05
-VERL_CANDIDATES = tuple(2e-5 * 1.6**i for i in range(6))
+VERL_CANDIDATES = (2.5e-5, 6e-5, 1.4e-4, 3.4e-4)
 BOUND = 0.2
 """Part of a decode step that grows with the batch, from the published shapes (weights against KV cache reads)."""
 
@@ -169,10 +169,10 @@ def _verl_fit(row: VerlRow, seconds: float) -> CaseFit:
         base = verl_scenario(row, asynchronous=False, seconds_per_token=seconds, steps=steps)
         return simulate(base.with_("engines", step_seconds=latency), warmup=0)
 
-    latency = _root(lambda x: sync(x).collect_seconds - row.sync_gen, 1e-5, 0.1)
+    latency = _root(lambda x: sync(x).collect_seconds - row.sync_gen, 1e-5, 0.03)
     asynchronous = verl_scenario(row, asynchronous=True, seconds_per_token=seconds)
     outcome = simulate(asynchronous.with_("engines", step_seconds=latency))
-    predicted_sync, predicted = sync(latency, 6).seconds_per_step, outcome.seconds_per_step * VERL_PARTS
+    predicted_sync, predicted = sync(latency, 4).seconds_per_step, outcome.seconds_per_step * VERL_PARTS
     return CaseFit(
         f"verl, {row.gpus} H20",
         {"gpu_seconds_per_token": seconds, "decode_latency_s": round(latency, 5)},
@@ -186,14 +186,19 @@ def _verl_fit(row: VerlRow, seconds: float) -> CaseFit:
     )
 
 
-def _root(function: Callable[[float], float], low: float, high: float, rounds: int = 7) -> float:
-    """Where an increasing function crosses 0, by bisection on a logarithmic scale; ``low`` if it starts above."""
-    if function(low) > 0:
+def _root(function: Callable[[float], float], low: float, high: float, rounds: int = 3) -> float:
+    """Where a nearly linear increasing function crosses 0, by secants from both ends; ``low`` if it starts above."""
+    at_low, at_high = function(low), function(high)
+    if at_low >= 0:
         return low
     for _ in range(rounds):
-        middle = (low * high) ** 0.5
-        low, high = (low, middle) if function(middle) > 0 else (middle, high)
-    return float((low * high) ** 0.5)
+        middle = low - at_low * (high - low) / (at_high - at_low)
+        value = function(middle)
+        if value > 0:
+            high, at_high = middle, value
+        else:
+            low, at_low = middle, value
+    return low - at_low * (high - low) / (at_high - at_low)
 
 
 def calibrate() -> list[CaseFit]:

@@ -138,7 +138,7 @@ VERL_PROMPTS, VERL_SAMPLES, VERL_LONGEST = 512, 16, 28 * 1024
 VERL_PARTS = 4
 """Updates between two syncs: verl trains on a quarter of the prompts at a time, as they come."""
 VERL_STALENESS = 0.5
-"""So at most 1.5 steps' worth of prompts are out."""
+"""So at most 1.5 steps' worth of prompts are out.  verl refills after a sync; here places are refilled as they open."""
 
 
 @cache
