@@ -1,6 +1,6 @@
 """The schedule of a run, written down so that it can be repeated to the bit.
 
-Owns: ``schedule.jsonl``: which groups started at which step, which requests were decoded together (waves), after which
+Owns: ``recording.jsonl``: which groups started at which step, which requests were decoded together (waves), after which
 engine step each version was published, and what each step selected; the schedule that repeats it.
 Refuses: sampling, training.
 
@@ -26,11 +26,11 @@ from slipstream.rollout.types import GroupTask
 from slipstream.schedule import Counters, Selection
 from slipstream.trajectory import Group
 
-FILE = "schedule.jsonl"
+FILE = "recording.jsonl"
 
 
 class Recorder:
-    """Writes ``schedule.jsonl``; ``incarnation`` is this start's."""
+    """Writes ``recording.jsonl``; ``incarnation`` is this start's."""
 
     def __init__(self, run_dir: Path, incarnation: int) -> None:
         self._journal = Journal(run_dir / FILE)
@@ -86,7 +86,7 @@ class Recording:
 
     @classmethod
     def load(cls, run_dir: Path) -> Recording:
-        """Read ``schedule.jsonl``.
+        """Read ``recording.jsonl``.
 
         Raises:
             LedgerError: there is none, or it is of a run that cannot be repeated to the bit, with the reason.
