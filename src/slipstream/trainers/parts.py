@@ -160,7 +160,9 @@ async def build_parts(
     held_out = _prompts(settings, settings.data.eval, renderer, ledger, "eval") if wants_eval else None
     settings = divide_cores(resolve_settings(settings, len(train) if train is not None else None))
     async with contextlib.AsyncExitStack() as stack:
-        serving = await stack.enter_async_context(open_serving(settings, tokenizer, incarnation))
+        serving = await stack.enter_async_context(
+            open_serving(settings, tokenizer, incarnation, lambda text: ledger.event("warning", message=text))
+        )
         await check_teacher(settings.algorithm, tokenizer, settings.inference.request_timeout_seconds)
         backend = build_backend(settings)
         stack.callback(backend.close)

@@ -3,7 +3,7 @@
 Owns: building the engine (in this process, or a pool of replicas) and the publisher over it, from settings.
 Refuses: when anything is published (``parts``, ``run``).
 
-    async with open_serving(settings, tokenizer, incarnation) as serving:
+    async with open_serving(settings, tokenizer, incarnation, warn=print) as serving:
         await serving.publish(export, version)
         result = await serving.engine.generate(request)
 
@@ -79,8 +79,13 @@ def transfer_dir(settings: RunSettings) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def open_serving(settings: RunSettings, tokenizer: Any, incarnation: int) -> AsyncIterator[Serving]:
-    """Start what samples; raises ``ModelError`` or ``InferenceError`` naming what cannot be used."""
+async def open_serving(
+    settings: RunSettings, tokenizer: Any, incarnation: int, warn: Callable[[str], object]
+) -> AsyncIterator[Serving]:
+    """Start what samples; ``warn`` is told when a replica is lost, comes back or is given up.
+
+    Raises ``ModelError`` or ``InferenceError`` naming what cannot be used.
+    """
     inference = settings.inference
     version = str(WeightVersion("policy", incarnation, 0))
     async with contextlib.AsyncExitStack() as stack:
@@ -119,6 +124,7 @@ async def open_serving(settings: RunSettings, tokenizer: Any, incarnation: int) 
         )
         stack.callback(publisher.close)
         link(pool, publisher)
+        pool.on_change = lambda member: warn(f"replica {member.name} is {member.state} {member.reason}".rstrip())
         yield Serving(pool.engine, publisher, pool)
 
 

@@ -79,6 +79,8 @@ class ReplicaPool:
         self.policy: RoutingPolicy = build_policy(policy)
         self.on_down: OnDown | None = None
         """Told when a member is lost, before anything else is done about it."""
+        self.on_change: Callable[[Member], None] | None = None
+        """Told of every change of a member's state once the pool runs, for the record."""
         self.resync: Resync | None = None
         """Brings a member that came back up to date; until it returns the member is not routed to."""
         self.router: RouterProcess | None = None
@@ -162,6 +164,8 @@ class ReplicaPool:
 
     def _set(self, member: Member, state: State, reason: str) -> None:
         member.state, member.reason = state, reason
+        if self.on_change is not None:
+            self.on_change(member)
         self._changed()
 
     def _changed(self) -> None:
