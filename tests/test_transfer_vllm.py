@@ -118,6 +118,20 @@ def test_a_tied_head_that_kept_its_old_kernel_is_reported():
     assert told["head.weight"] == sums(old)["embed.weight"]
 
 
+def test_a_tied_head_is_packed_again_after_a_load():
+    sent = weights_of(0)
+    model = model_of(sent)
+    model.head = packed_linear(weights_of(1)["embed.weight"])
+    model.head.weight = model.embed.weight
+
+    def pack(layer):
+        layer.kernel = layer.weight.detach().clone()
+
+    model.head.quant_method = types.SimpleNamespace(process_weights_after_loading=pack)
+    vllm_plugin._repack_ties(model, raws(sent))
+    assert set(vllm_plugin.read_back(model, raws(sent), "v1")) == set(sent)
+
+
 def test_names_that_cannot_be_found_are_unknown_not_right():
     sent = weights_of(0)
     sent["elsewhere.weight"] = torch.ones(3)

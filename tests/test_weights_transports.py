@@ -476,3 +476,31 @@ async def test_receipts_say_how_little_a_delta_is(tmp_path):
     assert (told["transport"], told["bytes"]) == ("delta", sum(t.nbytes for t in weights(2).values()))
     assert told["payload_bytes"] < told["bytes"]
     pub.close()
+
+
+async def test_a_connection_that_the_server_closed_after_an_error_is_not_the_end():
+    """As vLLM does: an error, and no more answers on that connection."""
+    served = []
+
+    async def handle(reader, writer):
+        while line := await reader.readline():
+            path = line.split()[1].decode()
+            while (await reader.readline()).strip():
+                pass
+            if served and served[-1] == "/resume":
+                break  # the idle connection is closed when the next request comes
+            served.append(path)
+            status = "500 Internal Server Error" if path == "/resume" else "200 OK"
+            writer.write(f"HTTP/1.1 {status}\r\ncontent-length: 2\r\n\r\n{{}}".encode())
+            await writer.drain()
+        served.append("closed")
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    async with server:
+        client = HttpEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        with pytest.raises(InferenceError, match="HTTP 500"):
+            await client.resume()
+        await client.reset_prefix_cache()
+        assert served == ["/resume", "closed", "/reset_prefix_cache"]
+        await client.close()

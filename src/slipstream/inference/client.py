@@ -203,9 +203,15 @@ class HttpEngine:
         self._check_open()
         where = self._where(method, path)
         seconds = deadline if deadline is not None else self._control
+        request = self._http.build_request(method, path, json=body, params=params, headers=headers)
         try:
             async with asyncio.timeout(seconds):
-                response = await self._http.request(method, path, json=body, params=params, headers=headers)
+                try:
+                    response = await self._http.send(request)
+                except httpx.RemoteProtocolError:
+                    # The server closed the connection without an answer.  vLLM does so after each error of its own,
+                    # to whatever comes next; if it is dead instead, the second try says so.
+                    response = await self._http.send(request)
         except TimeoutError as error:
             raise InferenceError(
                 f"{where}: no answer within {seconds:g} s; is the server alive or overloaded?"

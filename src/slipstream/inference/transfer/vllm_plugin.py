@@ -232,6 +232,20 @@ def load(model: Any, model_config: Any, received: Mapping[str, Raw], device: Any
             _give_back(model)
             raise
         finalize_layerwise_reload(model, model_config)
+        _repack_ties(model, received)
+
+
+def _repack_ties(model: Any, received: Mapping[str, Raw]) -> None:
+    """Pack layers again that share a weight with another one, such as a tied head.
+
+    vLLM 0.32 reloads the owner of a shared weight only.  On a CPU the head multiplies with a packed copy of its own,
+    which kept the old weights, silently; found by reading back.
+    """
+    for path, module in model.named_modules():
+        layer = _bare(module)
+        weight = getattr(layer, "weight", None)
+        if hasattr(layer, "cpu_linear") and f"{path}.weight" not in received and weight is not None and weight.numel():
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 def __getattr__(name: str) -> Any:
