@@ -74,7 +74,7 @@ def _root(
 def quickstart(
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 0,
     full: Annotated[
-        bool, typer.Option("--full", help="The longer run, with a second turn for repairs (not timed yet).")
+        bool, typer.Option("--full", help="The longer run: three times the steps.")
     ] = False,
     run_dir: Annotated[
         Path | None,

@@ -98,7 +98,7 @@ def _words(summary: Mapping[str, Any], result: RunResult) -> str:
         "",
         f"Report: {result.report}",
         "Next:",
-        "  make quickstart FULL=1                                  a longer run, with a second turn for repairs",
+        "  make quickstart FULL=1                                  three times the steps",
         f"  slipstream ledger {result.run_dir} 'SELECT data_source, avg(total_reward) FROM trajectories GROUP BY 1'",
         "  docs/environments.md                                    train on an environment of your own",
     ]
