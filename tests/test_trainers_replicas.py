@@ -51,11 +51,11 @@ def test_an_asynchronous_run_goes_on_when_a_replica_is_killed(tiny_dir: Path, tm
     assert assassin.running == 2
     reader = LedgerReader(tmp_path / "run")
     records = list(reader.trajectories(phase="train"))
-    # Every prompt is trained on once; what was lost with the replica is an attempt that another one superseded.
+    # Every prompt is trained on once; what was in flight on the replica is an attempt that another one superseded.
     trained = Counter({(r.trajectory.prompt_uid, r.step) for r in records if r.disposition == "trained"})
     assert len(trained) == len({uid for uid, _ in trained}) == 24
     lost = [r.trajectory for r in records if r.disposition == "superseded"]
-    assert {(type(t.outcome), t.outcome.fault, t.outcome.retryable) for t in lost} == {(Failed, "engine_error", True)}
+    assert {(type(t.outcome), t.outcome.fault, t.outcome.retryable) for t in lost} <= {(Failed, "engine_error", True)}
     assert not any(isinstance(r.trajectory.outcome, Failed) for r in records if r.disposition == "trained")
     for event in reader.events("step"):
         account = event.data["account"]

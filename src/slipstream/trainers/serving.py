@@ -132,4 +132,4 @@ def _model_directory(settings: RunSettings) -> str:
     """What servers are told to load: a bundled model is a directory here, and no name that they know."""
     from slipstream.inference.embedded.pretrained import resolve
 
-    return resolve(settings.model.path)
+    return str(resolve(settings.model.path))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 
 class News:
@@ -36,8 +37,10 @@ class News:
 
 async def first_of(*what: asyncio.Event | asyncio.Future[None], seconds: float | None = None) -> None:
     """Return when one of the events is set or futures is done, or after ``seconds``; cancels none of the futures."""
-    waits = [asyncio.ensure_future(item.wait()) for item in what if isinstance(item, asyncio.Event)]
-    futures = [item for item in what if not isinstance(item, asyncio.Event)]
+    waits: list[asyncio.Future[Any]] = [
+        asyncio.ensure_future(item.wait()) for item in what if isinstance(item, asyncio.Event)
+    ]
+    futures: list[asyncio.Future[Any]] = [item for item in what if not isinstance(item, asyncio.Event)]
     try:
         await asyncio.wait([*waits, *futures], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     finally:

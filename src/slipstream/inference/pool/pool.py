@@ -79,7 +79,7 @@ class ReplicaPool:
         self.policy: RoutingPolicy = build_policy(policy)
         self.on_down: OnDown | None = None
         """Told when a member is lost, before anything else is done about it."""
-        self.on_change: Callable[[Member], None] | None = None
+        self.on_change: Callable[[Member], object] | None = None
         """Told of every change of a member's state once the pool runs, for the record."""
         self.resync: Resync | None = None
         """Brings a member that came back up to date; until it returns the member is not routed to."""
