@@ -104,6 +104,16 @@ def test_stage_times_of_another_library_give_its_gain() -> None:
     assert fit.predicted_ratio > 2.0
 
 
+def test_documented_ratios_are_the_measured_ones() -> None:
+    root = Path(__file__).parent.parent
+    page = (root / "docs" / "asynchrony.md").read_text()
+    results = json.loads((root / "benchmarks" / "results" / "simulate.json").read_text())
+    for case in results["cases"]:
+        row = f"| {case['case']} | {case['published_ratio']:.2f} | {case['predicted_ratio']:.2f} |"
+        assert row in page, f"make bench-simulate has found {row}"
+        assert case["same_sign"]
+
+
 # -- fitting a run
 
 
