@@ -5,11 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from engine_kit import expected_logprobs, logits_of, model_and_tokenizer, prompt, request, running
 from slipstream.errors import InferenceError, RequestError
 from slipstream.inference.client import HttpEngine
 from slipstream.inference.embedded.routers import RouteRecorder
+from slipstream.inference.embedded.runner import build_runner
+from slipstream.inference.embedded.tiny import tiny_model
 from slipstream.inference.fake import FakeEngine, processed_logprobs
 from slipstream.inference.server import build_app
 from slipstream.trajectory import SamplingSpec
@@ -150,3 +153,24 @@ async def test_a_server_that_was_not_started_to_return_them_is_refused(wants, fl
         client = HttpEngine.in_process(build_app(engine, None))
         with pytest.raises(InferenceError, match=flag):
             await client.generate(request(prompt(9), **wants))
+
+
+@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral", "gpt2"])
+def test_parameters_have_the_names_and_places_of_a_checkpoint(arch, tmp_path):
+    """Experts lie in one parameter each in the model, and apart in its checkpoint."""
+    model, _ = tiny_model(3, arch=arch)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    runner = build_runner(model, force_generic=True)
+    held = dict(runner.held())
+    assert set(saved) <= set(runner.parameters())
+    assert runner.required() <= set(runner.parameters())
+    for name, value in saved.items():
+        assert torch.equal(held[name], value), name
+    changed = {name: torch.randn_like(value) for name, value in saved.items()}
+    for name, value in changed.items():
+        runner.write(name, value)
+    runner.commit()
+    for name, value in runner.held():
+        if name in changed:
+            assert torch.equal(value, changed[name]), name

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -76,6 +76,35 @@ AttentionInterface.register(_NAME, _attention)
 AttentionMaskInterface.register(_NAME, _no_mask)
 
 
+def _by_checkpoint_name(model: Any, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """``(name in a checkpoint, live tensor)``.
+
+    Where a model keeps several checkpoint tensors in one parameter (the experts of a layer), these are views of their
+    places in it.  Places are found by sending element numbers, not weights, through transformers' own conversion.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for name, parameter in parameters:
+        value = parameter.data
+        if list(revert_weight_conversion(model, {name: value.to("meta")})) == [name]:
+            yield name, value
+            continue
+        numbers = torch.arange(value.numel(), dtype=torch.float64).view(value.shape)
+        for part, places in revert_weight_conversion(model, {name: numbers}).items():
+            yield part, _view_of(value, places.long(), f"{model.config.model_type}: {part}, a part of {name},")
+
+
+def _view_of(value: Tensor, places: Tensor, what: str) -> Tensor:
+    """The view of ``value`` whose elements are these, by number; ``ModelError`` when no view has them."""
+    first = places[(0,) * places.ndim]
+    strides = [int(places.select(d, min(1, n - 1)).flatten()[0] - first) for d, n in enumerate(places.shape)]
+    view = value.as_strided(places.shape, strides, value.storage_offset() + int(first))
+    numbers = torch.arange(value.numel()).as_strided(places.shape, strides, int(first))
+    if not value.is_contiguous() or not torch.equal(numbers, places):
+        raise ModelError(f"{what} is stored in a way that cannot be updated in place; serve this model with vLLM")
+    return view
+
+
 class GenericRunner:
     """See the module's contract.  The model becomes the engine's: nobody else may run or change it."""
 
@@ -103,8 +132,8 @@ class GenericRunner:
         self.routers = self._recorder.layers
         self.layers = expected
         self.kv_heads, self.head_dim = shapes[0]
-        self._named = dict(model.named_parameters(remove_duplicate=False))
-        self._unique = frozenset(n for n, _ in model.named_parameters())
+        self._named = dict(_by_checkpoint_name(model, model.named_parameters(remove_duplicate=False)))
+        self._unique = frozenset(name for name, _ in _by_checkpoint_name(model, model.named_parameters()))
 
     def _run(self, ids: Tensor, positions: Tensor, **kwargs: Any) -> Tensor:
         _active.layer = 0
@@ -141,7 +170,7 @@ class GenericRunner:
         return features
 
     def parameters(self) -> Mapping[str, tuple[int, ...]]:
-        """The module tree's names, tied aliases included."""
+        """Checkpoint names, tied aliases included."""
         return {name: tuple(value.shape) for name, value in self._named.items()}
 
     def required(self) -> frozenset[str]:
@@ -151,7 +180,7 @@ class GenericRunner:
     def write(self, name: str, value: Tensor) -> None:
         """In place; visible at once."""
         with torch.no_grad():
-            self._named[name].data.copy_(value)
+            self._named[name].copy_(value)
 
     def commit(self) -> None:
         """Nothing is repacked."""
@@ -159,4 +188,4 @@ class GenericRunner:
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """The live parameters."""
         for name, value in self._named.items():
-            yield name, value.data
+            yield name, value.contiguous()
