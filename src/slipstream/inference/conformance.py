@@ -81,6 +81,7 @@ async def run_conformance(
     weights: Mapping[str, Any] | None = None,
     tolerance: float = 0.05,
     deadline: float = 60.0,
+    long_tokens: int = 400,
     only: Collection[str] | None = None,
     skip: Collection[str] = (),
 ) -> list[CheckResult]:
@@ -93,6 +94,7 @@ async def run_conformance(
         weights: a full set ``{checkpoint name: tensor}`` to send in updates, in the engine's dtype; None sends none.
         tolerance: largest allowed log-prob difference (bfloat16 engines need about 0.05).
         deadline: seconds for one check.
+        long_tokens: length of requests that are to be interrupted; slow engines want fewer.
         only: names of the checks to run.
         skip: names to leave out (an engine's known deviations).
     """
@@ -103,6 +105,16 @@ async def run_conformance(
         text = "The quick brown fox jumps over the lazy dog."
         prompt = tokenizer.encode(text, add_special_tokens=False) if tokenizer is not None else range(1, 13)
     info = await engine.info()
-    bench = Bench(engine, tokenizer, tuple(prompt), weights, tolerance, info.max_model_len, info.eos_token_ids)
+    bench = Bench(
+        engine,
+        tokenizer,
+        tuple(prompt),
+        weights,
+        tolerance,
+        info.max_model_len,
+        info.eos_token_ids,
+        long_tokens=long_tokens,
+        patience=deadline / 2,
+    )
     names = [n for n in CHECKS if (only is None or n in only) and n not in skip]
     return [await _one(name, bench, deadline) for name in names]

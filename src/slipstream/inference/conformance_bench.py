@@ -40,6 +40,10 @@ class Bench:
     tolerance: float
     max_model_len: int
     eos: tuple[int, ...]
+    long_tokens: int = 400
+    """Length of a request that is to be interrupted."""
+    patience: float = 30.0
+    """Seconds within which a request must end once nothing holds it back."""
     _names: itertools.count[int] = field(default_factory=itertools.count)
 
     def request(self, **fields: Any) -> GenerateRequest:
@@ -56,7 +60,7 @@ class Bench:
 
     def long(self, **fields: Any) -> GenerateRequest:
         """A request that runs for a while."""
-        return self.request(max_tokens=min(400, self.max_model_len - len(self.prompt) - 1), **fields)
+        return self.request(max_tokens=min(self.long_tokens, self.max_model_len - len(self.prompt) - 1), **fields)
 
     async def score(
         self, ids: Sequence[int], *, after: Sequence[int] | None = None, cache_salt: str | None = None

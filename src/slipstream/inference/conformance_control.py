@@ -31,7 +31,7 @@ async def pause_abort_ends_running(bench: Bench) -> None:
         request = bench.long()
         task = await _start(bench, request, delay)
         await bench.engine.pause("abort")
-        result = await _ended(task, "pause(abort)")
+        result = await _ended(bench, task, "pause(abort)")
         await bench.engine.resume()
         check_form(request, result)
         if result.finish_reason == "abort":
@@ -45,7 +45,7 @@ async def pause_wait_lets_running_finish(bench: Bench) -> None:
     request = bench.request(max_tokens=min(64, bench.max_model_len - len(bench.prompt) - 1))
     task = await _start(bench, request, 0.05)
     await bench.engine.pause("wait")
-    result = await _ended(task, "pause(wait)")
+    result = await _ended(bench, task, "pause(wait)")
     require(len(result.token_ids) == request.max_tokens, f"pause(wait) cut the request at {len(result.token_ids)}")
 
 
@@ -60,7 +60,7 @@ async def pause_keep_freezes(bench: Bench) -> None:
         if frozen:
             await _still_waiting(task, "a running request went on under pause(keep)")
         await bench.engine.resume()
-        result = await _ended(task, "resume")
+        result = await _ended(bench, task, "resume")
         require(len(result.token_ids) == request.max_tokens, "the frozen request did not finish in full")
         if frozen:
             return
@@ -78,7 +78,7 @@ async def new_requests_queue_while_paused(bench: Bench) -> None:
         await _still_waiting(task, f"a new request was answered under pause({mode})")
         await bench.engine.resume()
         require(not await bench.engine.is_paused(), "is_paused is true after resume")
-        result = await _ended(task, "resume")
+        result = await _ended(bench, task, "resume")
         require(len(result.token_ids) == 8, f"a request queued under pause({mode}) gave {result}")
 
 
@@ -87,11 +87,11 @@ async def _still_waiting(task: asyncio.Task[GenerateResult], message: str) -> No
     require(not done, message)
 
 
-async def _ended(task: asyncio.Task[GenerateResult], after: str) -> GenerateResult:
-    done, _ = await asyncio.wait({task}, timeout=30)
+async def _ended(bench: Bench, task: asyncio.Task[GenerateResult], after: str) -> GenerateResult:
+    done, _ = await asyncio.wait({task}, timeout=bench.patience)
     if not done:
         task.cancel()
-        raise CheckFailed(f"the request did not end within 30 s of {after}")
+        raise CheckFailed(f"the request did not end within {bench.patience:g} s of {after}")
     return task.result()
 
 
@@ -102,9 +102,9 @@ async def abort_by_id(bench: Bench) -> None:
         request, other = bench.long(), bench.request(max_tokens=32)
         task, kept = await _start(bench, request, 0.0), await _start(bench, other, delay)
         await bench.engine.abort([request.request_id])
-        result = await _ended(task, "abort")
+        result = await _ended(bench, task, "abort")
         check_form(request, result)
-        require(len((await _ended(kept, "abort")).token_ids) == 32, "abort ended another request too")
+        require(len((await _ended(bench, kept, "abort")).token_ids) == 32, "abort ended another request too")
         if result.finish_reason == "abort":
             return
     raise CheckFailed("abort never ended the named request")
@@ -122,7 +122,7 @@ async def versions_cover_an_update(bench: Bench) -> None:
         await bench.update(new)
         require(await bench.engine.weight_version() == new, "weight_version did not follow the update")
         await bench.engine.resume()
-        result = await _ended(task, "resume")
+        result = await _ended(bench, task, "resume")
         check_form(request, result)
         names = [run.version for run in result.versions]
         require(set(names) <= {old, new}, f"versions {names}, want {old} and {new}")

@@ -137,7 +137,7 @@ async def end_of_sequence(bench: Bench) -> None:
     if not bench.eos:
         raise NotApplicable("the engine does not tell its end-of-sequence ids")
     hot = SamplingSpec(temperature=1.5)
-    room = min(200, bench.max_model_len - len(bench.prompt) - 10)
+    room = min(bench.long_tokens // 2, bench.max_model_len - len(bench.prompt) - 10)
     requests = [bench.request(seed=s, sampling=hot, ignore_eos=False, max_tokens=room) for s in range(16)]
     ended = [
         (r, a)
