@@ -1,0 +1,95 @@
+"""Recorded runs are repeated to the bit; single updates are repeated from the ledger."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from run_kit import EXACT, tiny_settings, weights_digest
+from slipstream.errors import LedgerError
+from slipstream.ledger import LedgerReader
+from slipstream.trainers.replay import replay_run, replay_update
+from slipstream.trainers.run import train
+from test_trainers_async import ASYNC
+from test_trainers_run import StopAt
+
+
+def asynchronous(pause: str) -> list[str]:
+    """Turns long enough that updates land in the middle of them."""
+    long = ["rollout.sampling.max_tokens_per_turn=32", "rollout.max_total_tokens=256", "eval.every_steps=3"]
+    return [*ASYNC[:2], f"inference.pause_mode={pause}", *long]
+
+
+def mixed(run_dir: Path) -> float:
+    """The largest share, of any step, of trajectories whose tokens are of several versions."""
+    return max(row.values["async/mixed_version_share"] for row in LedgerReader(run_dir).metrics("train"))
+
+
+@pytest.fixture(scope="module")
+def recorded(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("recorded") / "run"
+    train(tiny_settings(tiny_dir, run_dir, *EXACT, *asynchronous("keep"), "checkpoint.every_steps=1"))
+    return run_dir
+
+
+def test_an_asynchronous_run_is_repeated_to_the_bit(recorded: Path) -> None:
+    rows = LedgerReader(recorded).metrics("train")
+    assert max(row.values["schedule/lag_max"] for row in rows) >= 1, "else nothing asynchronous was repeated"
+    assert mixed(recorded) > 0
+    verdict = replay_run(recorded)
+    assert verdict.equal
+    assert (verdict.steps, verdict.weights_equal, list(verdict.differing)) == (6, True, [])
+    assert weights_digest(recorded) == weights_digest(verdict.replayed_in)
+
+
+@pytest.mark.parametrize("pause", ["abort", "wait"])
+def test_other_pauses_are_repeated_too(pause: str, tiny_dir: Path, tmp_path: Path) -> None:
+    train(tiny_settings(tiny_dir, tmp_path / "r", *EXACT, *asynchronous(pause)))
+    assert mixed(tmp_path / "r") > 0
+    assert replay_run(tmp_path / "r", tmp_path / "again").equal
+
+
+def test_a_run_that_was_stopped_is_repeated_as_far_as_it_went(tiny_dir: Path, tmp_path: Path) -> None:
+    settings = tiny_settings(tiny_dir, tmp_path / "r", *EXACT, *asynchronous("keep"))
+    train(settings, [StopAt(2)])
+    verdict = replay_run(tmp_path / "r")
+    assert (verdict.steps, verdict.weights_equal, verdict.equal) == (2, None, True)
+    train(settings)
+    with pytest.raises(LedgerError, match="started 2 times"):
+        replay_run(tmp_path / "r")
+
+
+def test_a_difference_is_seen_and_named(recorded: Path, tiny_dir: Path, tmp_path: Path) -> None:
+    train(tiny_settings(tiny_dir, tmp_path / "r", *EXACT, *asynchronous("keep"), "schedule.steps=2"))
+    settings = (tmp_path / "r" / "settings.yaml").read_text()
+    (tmp_path / "r" / "settings.yaml").write_text(settings.replace("lr: 0.002", "lr: 0.003"))
+    verdict = replay_run(tmp_path / "r")
+    assert not verdict.equal
+    assert list(verdict.differing) == [1, 2]
+    assert verdict.weights_equal is False
+
+
+def test_a_fast_run_has_no_recording(tiny_dir: Path, tmp_path: Path) -> None:
+    train(tiny_settings(tiny_dir, tmp_path / "r", "schedule.steps=1", "data.eval=[]"))
+    with pytest.raises(LedgerError, match="determinism=exact"):
+        replay_run(tmp_path / "r")
+
+
+@pytest.mark.parametrize("step", [6, 5])
+def test_one_update_is_repeated_from_the_ledger_to_the_bit(step: int, recorded: Path) -> None:
+    verdict = replay_update(recorded, step)
+    assert verdict.gap == 0
+    assert verdict.tokens > 0
+    assert "policy/final_loss" in verdict.metrics
+    assert verdict.began_at == f"rl-{step - 1:06d}" if step == 6 else True
+
+
+def test_an_update_without_a_checkpoint_before_it_begins_at_the_first_weights(recorded: Path) -> None:
+    verdict = replay_update(recorded, 2)
+    assert (verdict.began_at, verdict.updates, verdict.gap) == ("the first weights", 2, 0)
+
+
+def test_a_step_that_is_not_there_is_named(recorded: Path) -> None:
+    with pytest.raises(LedgerError, match="step 7"):
+        replay_update(recorded, 7)
