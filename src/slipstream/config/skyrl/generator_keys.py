@@ -12,8 +12,11 @@ from slipstream.config.skyrl.shared_keys import DROP, under
 from slipstream.config.skyrl.trainer_keys import sampled_total
 
 ENGINE = "generator.inference_engine"
-ONE_ENGINE = "one embedded engine samples in this process; engines are not launched in this release"
-ELSEWHERE = "to evaluate or generate, name running servers in inference.urls (inference.engine=http)"
+ONE_WORKER = "an engine that is started here is one worker"
+ELSEWHERE = (
+    "start servers with inference.replicas or inference.engine=vllm, or name running ones in inference.urls "
+    "(inference.engine=http)"
+)
 
 
 def _stop(value: Any, view: View) -> Any:
@@ -75,6 +78,17 @@ def _proxy(value: Any, view: View) -> Any:
             "name the servers (external_server_urls) or the proxy, not both",
         )
     return _urls(value, view)
+
+
+def _router(value: Any, view: View) -> dict[str, Any]:
+    if not value:
+        return {}
+    if not isinstance(value, dict) or set(value) != {"policy"}:
+        raise Unsupported(
+            "of the router's options only its policy is a setting; the pool sets the others",
+            "set inference.router.policy, and leave the others out",
+        )
+    return {"inference.router.policy": value["policy"]}
 
 
 def _local(value: Any, view: View) -> None:
@@ -215,21 +229,21 @@ _ENGINES = [
         f"{ENGINE}.backend",
         "vllm",
         Met(
-            "the embedded engine answers vLLM's HTTP contract; engine=http reaches a vLLM server (eval, generate)",
+            "the embedded engine answers vLLM's HTTP contract; engine=vllm starts vLLM, http reaches a server",
             only("vllm", reason="the only contract is vLLM's", suggestion="use vllm"),
         ),
     ),
     Rule(f"{ENGINE}.run_engines_locally", True, Met("the engine runs in this process, or where the URLs say", _local)),
+    Rule(f"{ENGINE}.num_engines", 1, Mapped("inference.replicas")),
     *under(
         ENGINE,
         {
-            "num_engines": 1,
             "tensor_parallel_size": 1,
             "pipeline_parallel_size": 1,
             "expert_parallel_size": 1,
             "data_parallel_size": 1,
         },
-        Refused(ONE_ENGINE, f"leave it at 1; {ELSEWHERE}"),
+        Refused(ONE_WORKER, "leave it at 1; vLLM's own flags go into inference.launch.args"),
     ),
     Rule(
         f"{ENGINE}.model_dtype",
@@ -268,7 +282,7 @@ _ENGINES = [
     ),
     Rule(f"{ENGINE}.language_model_only", False, Met("only the language model of a checkpoint is loaded")),
     Rule(f"{ENGINE}.enable_return_routed_experts", False, Mapped("training.routing_replay")),
-    Rule(f"{ENGINE}.fully_sharded_loras", False, Refused(ONE_ENGINE, "leave it false")),
+    Rule(f"{ENGINE}.fully_sharded_loras", False, Refused(ONE_WORKER, "leave it false")),
     Rule(f"{ENGINE}.enable_ray_prometheus_stats", True, Met("there is no Ray; the engine's metrics are in the ledger")),
     Rule(
         f"{ENGINE}.speculative_config",
@@ -284,14 +298,17 @@ _ENGINES = [
     Rule(
         f"{ENGINE}.engine_init_kwargs",
         {},
-        Refused("no vLLM process is started, so there is nothing to pass options to", ELSEWHERE),
+        Refused(
+            "a vLLM that is started here takes options as they stand on its command line",
+            "set inference.engine=vllm and inference.launch.args",
+        ),
     ),
     Rule(
         f"{ENGINE}.weight_sync_backend",
         "nccl",
         Met(
-            "weights are handed over in this process and verified after every publish",
-            only("nccl", reason="delta weight sync is not in this release", suggestion="leave it out"),
+            "inference.transport says how weights travel; they are verified after every publish",
+            only("nccl", reason="delta weight sync is chosen by name", suggestion="set inference.transport=delta"),
         ),
     ),
     Rule(f"{ENGINE}.weight_transfer_threshold_cuda_ipc_GB", 1.0, Met("weights are handed over without CUDA IPC")),
@@ -313,12 +330,12 @@ _ENGINES = [
     Rule(
         f"{ENGINE}.external_server_urls",
         None,
-        Mapped("inference.urls inference.engine", _urls, "engine=http, to evaluate and generate"),
+        Mapped("inference.urls inference.engine", _urls, "engine=http; to train, inference.transport too"),
     ),
     Rule(
         f"{ENGINE}.external_proxy_url",
         None,
-        Mapped("inference.urls inference.engine", _proxy, "engine=http, to evaluate and generate"),
+        Mapped("inference.urls inference.engine", _proxy, "engine=http; a proxy serves evaluation only"),
     ),
     Rule(
         f"{ENGINE}.enable_pd",
@@ -326,7 +343,7 @@ _ENGINES = [
         Refused("prefill and decode are not split over engines in this release", "leave it false"),
     ),
     Rule(f"{ENGINE}.num_prefill", 0, Idle(f"{ENGINE}.enable_pd=true")),
-    Rule(f"{ENGINE}.router_init_kwargs", {}, Refused("there is no router process in this release", "leave it empty")),
+    Rule(f"{ENGINE}.router_init_kwargs", {}, Mapped("inference.router.policy", _router)),
     Rule(
         f"{ENGINE}.async_engine",
         True,
