@@ -15,10 +15,11 @@ from ledger_synthetic import make_run
 from slipstream.config.identity import dump_settings
 from slipstream.config.settings import RunSettings
 from slipstream.errors import LedgerError, SettingsError
+from slipstream.ledger.reader import LedgerReader
 from slipstream.simulate import compare, load_scenario, parse_distribution, variants
 from slipstream.simulate.calibrate import fit_nemo, fit_verl
 from slipstream.simulate.distributions import Constant, Empirical, LogNormal
-from slipstream.simulate.fit import fit_run, measured
+from slipstream.simulate.fit import RunFit, fit_run, measured
 from slipstream.simulate.picture import COLUMNS, html_page, table_rows, text_picture
 from slipstream.simulate.published import NEMO, VERL
 
@@ -117,19 +118,45 @@ def test_documented_ratios_are_the_measured_ones() -> None:
 # -- fitting a run
 
 
-def test_a_run_is_fitted_from_its_ledger(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", steps=4)
-    settings = RunSettings.model_validate(
-        {"rollout": {"samples_per_prompt": 8}, "schedule": {"prompts_per_step": 4, "steps": 4}}
-    )
-    (run / "settings.yaml").write_text(dump_settings(settings))
-    fit = fit_run(run)
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps with its settings."""
+    run = make_run(tmp_path_factory.mktemp("runs") / "run", steps=3)
+    settings = {"rollout": {"samples_per_prompt": 8}, "schedule": {"prompts_per_step": 4, "steps": 3}}
+    (run / "settings.yaml").write_text(dump_settings(RunSettings.model_validate(settings)))
+    return run
+
+
+@pytest.fixture(scope="module")
+def fit(recorded: Path) -> RunFit:
+    return fit_run(recorded)
+
+
+def test_a_run_is_fitted_from_its_ledger(fit: RunFit) -> None:
     assert fit.scenario.trainer.update_seconds == Constant(14.2)
     assert fit.scenario.trainer.publish_seconds == Constant(0.3)
     assert fit.scenario.work.samples_per_prompt == 8
     assert fit.scenario.work.turn_tokens.average() > 5
     assert fit.simulated == pytest.approx(fit.measured, rel=0.3)
     assert any("ms per token" in note for note in fit.notes)
+
+
+def test_refused_groups_of_a_run_are_found_by_its_dispositions(recorded: Path, fit: RunFit) -> None:
+    by_group: dict[str, set[str]] = {}
+    for record in LedgerReader(recorded).trajectories(phase="train"):
+        if record.trajectory.votes:
+            by_group.setdefault(record.trajectory.group_id, set()).add(record.disposition)
+    expected = sum(fates == {"filtered:zero_variance"} for fates in by_group.values()) / len(by_group)
+    assert 0 < expected < 1
+    assert fit.scenario.work.refused_share == pytest.approx(expected)
+
+
+def test_over_sampled_batches_become_full_batches_in_a_queue() -> None:
+    scenario = load_scenario([], ["schedule.prompts_per_step=4", "schedule.generate_prompts_per_step=8"])
+    by_name = dict(variants(scenario, 1))
+    assert by_name["one_step_off"].schedule.generate_prompts_per_step == 8
+    assert by_name["windowed S=1"].schedule.generate_prompts_per_step is None
+    assert by_name["windowed S=1"].schedule.full_batch
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:

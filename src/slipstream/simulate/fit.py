@@ -24,6 +24,7 @@ from slipstream.config.load import load_settings
 from slipstream.config.settings import RunSettings
 from slipstream.errors import LedgerError
 from slipstream.ledger.reader import LedgerReader
+from slipstream.ledger.records import TrajectoryRecord
 from slipstream.simulate.distributions import Constant, Distribution, Empirical
 from slipstream.simulate.engine import simulate
 from slipstream.simulate.scenario import EngineModel, Scenario, TrainerModel, WorkSettings
@@ -64,7 +65,8 @@ def fit_run(run_dir: Path | str) -> RunFit:
     reader = LedgerReader(run_dir)
     settings = load_settings([run_dir / "settings.yaml"]).settings
     rows = [row.values for row in reader.metrics("train") if "timing/update" in row.values]
-    members = [record.trajectory for record in reader.trajectories(phase="train")]
+    records = list(reader.trajectories(phase="train"))
+    members = [record.trajectory for record in records]
     if not rows or not members:
         raise LedgerError(f"{run_dir} holds no finished step to fit; run at least one")
     work, tokens, llm_seconds = _work(members, settings)
@@ -72,9 +74,10 @@ def fit_run(run_dir: Path | str) -> RunFit:
     per_token = llm_seconds / max(tokens, 1)
     together = max(llm_seconds / max(collect, 1e-9), 1.0)
     step = fmean(row["timing/step"] for row in rows)
+    refused, failed = _lost(records)
     scenario = Scenario(
         seed=settings.seed,
-        work=work,
+        work=work.model_copy(update={"refused_share": refused, "failed_share": failed}),
         engines=EngineModel(
             replicas=settings.inference.replicas,
             max_batch=settings.inference.max_batch_size,
@@ -90,7 +93,7 @@ def fit_run(run_dir: Path | str) -> RunFit:
     )
     fitted, simulated = _fit_step(scenario, per_token, together, step)
     notes = [
-        f"{len(rows)} steps and {len(members)} trajectories of {run_dir}",
+        f"{len(rows)} steps and {len(members)} trajectories of {run_dir}; filters refused {refused:.0%} of the groups",
         f"{per_token * 1e3:.2f} ms per token of a sequence while {together:.1f} sequences ran on average",
         f"decode step fitted as {fitted.engines.step_seconds * 1e3:.2f} ms + "
         f"{fitted.engines.step_seconds_per_sequence * 1e3:.3f} ms per sequence",
@@ -119,7 +122,6 @@ def _work(members: Sequence[Trajectory], settings: RunSettings) -> tuple[WorkSet
         for member in members
         if member.rows
     ]
-    votes = [member.votes for member in members]
     work = WorkSettings(
         samples_per_prompt=settings.rollout.samples_per_prompt,
         prompt_tokens=measured(prompts),
@@ -128,10 +130,26 @@ def _work(members: Sequence[Trajectory], settings: RunSettings) -> tuple[WorkSet
         observation_tokens=Constant(fmean(observed)),
         env_seconds=measured(seconds or [0.0]),
         common=0.0,
-        failed_share=min(1 - sum(votes) / len(votes), 0.99) ** settings.rollout.samples_per_prompt,
     )
     llm = sum(turn.llm_seconds for member in members for turn in member.turns)
     return work, int(sum(turn_tokens)), llm
+
+
+def _lost(records: Sequence[TrajectoryRecord]) -> tuple[float, float]:
+    """Shares of groups that filters refused, and that came back without a score.
+
+    Groups that over-sampling left over are not counted: nobody looked further at them.
+    """
+    groups: dict[str, list[TrajectoryRecord]] = {}
+    for record in records:
+        groups.setdefault(record.trajectory.group_id, []).append(record)
+    judged = [group for group in groups.values() if not any(r.disposition == "filtered:surplus" for r in group)]
+    failed = sum(not any(r.trajectory.votes for r in group) for group in judged)
+    refused = (
+        sum(all(r.disposition.startswith("filtered:") for r in group if r.trajectory.votes) for group in judged)
+        - failed
+    )
+    return min(refused / max(len(judged), 1), 0.95), min(failed / max(len(judged), 1), 0.04)
 
 
 def _fit_step(scenario: Scenario, per_token: float, together: float, step: float) -> tuple[Scenario, float]:

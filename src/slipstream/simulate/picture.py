@@ -60,8 +60,8 @@ def table_rows(results: Sequence[Compared]) -> list[tuple[str, ...]]:
     return rows
 
 
-SHORT_COLUMNS = ("schedule", "s/step", "tokens/s", "speed-up", "idle", "lag", "evicted", "bias")
-"""Columns that fit a terminal; ``idle`` is trainer/engines, ``lag`` mean/most."""
+SHORT_COLUMNS = ("schedule", "s/step", "tokens/s", "speed-up", "idle", "lag", "lost")
+"""Columns that fit a terminal; ``idle`` is trainer/engines, ``lag`` mean/most, ``lost`` evicted groups/length bias."""
 
 
 def short_rows(results: Sequence[Compared]) -> list[tuple[str, ...]]:
@@ -70,10 +70,8 @@ def short_rows(results: Sequence[Compared]) -> list[tuple[str, ...]]:
     for full in table_rows(results):
         cell = dict(zip(COLUMNS, full, strict=True))
         idle, lag = f"{cell['trainer idle']}/{cell['engines idle']}", f"{cell['lag mean']}/{cell['lag max']}"
-        rows.append(
-            (full[0], cell["s/step"], cell["tokens/s"], cell["speed-up"], idle, lag, cell["evicted"],
-             cell["length bias"])
-        )  # fmt: skip
+        lost = "" if cell["evicted"] == "0%" else f"{cell['evicted']}/{cell['length bias']}"
+        rows.append((full[0], cell["s/step"], cell["tokens/s"], cell["speed-up"], idle, lag, lost))
     return rows
 
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
+from slipstream.config.schedule_checks import BATCHES
 from slipstream.config.settings import ScheduleSettings, Settings
 from slipstream.errors import SettingsError
 from slipstream.simulate.distributions import Constant, Distribution, Exponential, LogNormal, parse_distribution
@@ -95,8 +96,16 @@ class Scenario(_Section):
     schedule: ScheduleSettings = ScheduleSettings(steps=30)
 
     def under(self, **schedule: Any) -> Scenario:
-        """The same work under another schedule; ``schedule`` gives its settings."""
+        """The same work under another schedule; ``schedule`` gives its settings.
+
+        Over-sampling of whole batches becomes full batches in a queue, and stays what it is in another batch schedule.
+        """
         kept = self.schedule.model_dump(include={"prompts_per_step", "steps", "step_deadline_seconds"})
+        drawn = self.schedule.generate_prompts_per_step
+        if schedule.get("kind", "sync") in BATCHES:
+            kept["generate_prompts_per_step"] = drawn
+        else:
+            kept["full_batch"] = self.schedule.full_batch or drawn is not None
         return self.model_copy(update={"schedule": ScheduleSettings.model_validate({**kept, **schedule})})
 
     def with_(self, section: str, **values: Any) -> Scenario:
