@@ -123,6 +123,15 @@ def test_micro_batches_add_up(build):
     assert gap(a, b) < 1e-4
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("bfloat16", 0.02)])
+def test_the_size_of_a_chunk_of_logits_moves_neither_scores_nor_gradients(build, dtype, bound):
+    whole, chunks = build("llama", dtype=dtype), build("llama", dtype=dtype, logprob_chunk_tokens=5)
+    scores, a = gradients(whole)
+    others, b = gradients(chunks)
+    np.testing.assert_allclose(scores, others, atol=bound)
+    assert gap(a, b) < bound
+
+
 def test_a_frozen_reference_scores_to_the_bit_as_the_policy_does(build):
     backend = build("llama", handles=("policy", "reference"))
     one, other = (backend.forward(handle, batch()).result().logprobs for handle in ("policy", "reference"))

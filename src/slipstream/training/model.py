@@ -51,6 +51,7 @@ class PolicyModel:
         lean_layers(model)
         self.peft: Any = _add_adapters(model, lora, settings.path) if lora.rank > 0 else None
         self._lean: LeanStack | None = None
+        self._sink: GradientSink | None = None
         if settings.gradient_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
 
@@ -94,8 +95,10 @@ class PolicyModel:
     def lean(self, sink: GradientSink | None) -> None:
         """From now on run the body as ``LeanStack`` where that computes the same.
 
-        Call after ``cast()``.  Weight gradients go to ``sink``; None for a frozen model.
+        Call after ``cast()``.  Weight gradients of the body and of the vocabulary projection go to ``sink``; None for
+        a frozen model.
         """
+        self._sink = sink
         self._lean = LeanStack.of(self.hf, sink, checkpointing=self.settings.gradient_checkpointing)
 
     def freeze(self) -> None:
@@ -131,7 +134,7 @@ class PolicyModel:
     def head(self) -> Head:
         """The vocabulary projection as it is now."""
         layer = self.hf.get_output_embeddings()
-        return Head(layer.weight, layer.bias, getattr(self.hf.config, "final_logit_softcapping", None))
+        return Head(layer.weight, layer.bias, getattr(self.hf.config, "final_logit_softcapping", None), self._sink)
 
     def train_mode(self, training: bool) -> None:
         """Switch adapters' dropout and activation checkpointing on or off; other dropout is off for good."""

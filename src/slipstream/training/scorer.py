@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from slipstream.inference.embedded.linear import product
+from slipstream.training.lean import GradientSink
 
 # Rows of a chunk are reduced in slices of about this many elements, so that the passes of one slice
 # (widen, max, exp, sum) run in cache.
@@ -32,11 +33,15 @@ _SLICE_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True)
 class Head:
-    """The vocabulary projection: ``weight_VD``, optional ``bias_V``, optional final soft cap (gemma)."""
+    """The vocabulary projection: ``weight_VD``, optional ``bias_V``, optional final soft cap (gemma).
+
+    With a ``sink`` the weight's gradient goes there, in float32, and autograd gets none.
+    """
 
     weight_VD: Tensor
     bias_V: Tensor | None = None
     softcap: float | None = None
+    sink: GradientSink | None = None
 
 
 @dataclass(frozen=True)
@@ -83,9 +88,25 @@ def score_tokens(
         kept: the ids over which each token's distribution is normalised; None is the whole vocabulary.
     """
     logprobs, entropies = _Score.apply(
-        hidden_ND, head.weight_VD, head.bias_V, targets_N, temperature_N, chunk, entropy, head.softcap, kept
+        hidden_ND, head.weight_VD, head.bias_V, targets_N, temperature_N, chunk, entropy, head, kept
     )
     return logprobs, entropies if entropy else None
+
+
+def _scratch(weight: Tensor, rows: int) -> Tensor | None:
+    """One block for the logits of all chunks, which are so large that the system maps and unmaps them each time.
+
+    None in float32, where the faster product, which brings its own block, is worth more.
+    """
+    return None if weight.dtype is torch.float32 else weight.new_empty((rows, weight.shape[0]))
+
+
+def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None, scratch: Tensor | None) -> Tensor:
+    """Raw logits, in ``scratch`` where there is one."""
+    if scratch is None:
+        return product(hidden, weight, bias)
+    raw = torch.mm(hidden, weight.t(), out=scratch[: len(hidden)])
+    return raw if bias is None else raw.add_(bias)
 
 
 def _logits(raw: Tensor, temperature: Tensor, softcap: float | None) -> Tensor:
@@ -107,15 +128,15 @@ class _Score(torch.autograd.Function):
         temperature: Tensor,
         chunk: int,
         entropy: bool,
-        softcap: float | None,
+        head: Head,
         kept: Kept | None,
     ) -> tuple[Tensor, Tensor]:
-        total, vocab = hidden.shape[0], weight.shape[0]
+        total, vocab, softcap = hidden.shape[0], weight.shape[0], head.softcap
         step = max(1, _SLICE_ELEMENTS // vocab)
         lse, picked, entropies = (torch.zeros(total, dtype=torch.float32, device=hidden.device) for _ in range(3))
-        raw = None
+        raw, scratch = None, _scratch(weight, min(chunk, total))
         for start in range(0, total, chunk):
-            raw = product(hidden[start : start + chunk], weight, bias)
+            raw = _project(hidden[start : start + chunk], weight, bias, scratch)
             for low in range(0, raw.shape[0], step):
                 at = slice(start + low, min(start + low + step, start + raw.shape[0]))
                 z = _logits(raw[low : low + step], temperature[at], softcap)
@@ -133,8 +154,10 @@ class _Score(torch.autograd.Function):
                     mass = z.sub_(top).exp_().sum(1)
                 lse[at] = mass.log() + top[:, 0]
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropies)
-        ctx.last = raw if any(ctx.needs_input_grad[:3]) else None
-        ctx.chunk, ctx.entropy, ctx.softcap, ctx.step, ctx.kept = chunk, entropy, softcap, step, kept
+        ctx.last = (raw, scratch) if any(ctx.needs_input_grad[:3]) else (None, None)
+        ctx.chunk, ctx.entropy, ctx.step, ctx.kept = chunk, entropy, step, kept
+        # The parameter itself, by which a sink knows it.
+        ctx.head, ctx.softcap = head, softcap
         return picked - lse, entropies
 
     @staticmethod
@@ -145,10 +168,12 @@ class _Score(torch.autograd.Function):
         d_weight: Tensor | None = None
         d_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=hidden.device) if need_bias else None
         starts = list(range(0, hidden.shape[0], ctx.chunk))
-        for start in starts:
+        (raw, scratch), ctx.last = ctx.last, (None, None)
+        # From the last chunk, whose logits are at hand, to the first.
+        for start in reversed(starts):
             h = hidden[start : start + ctx.chunk]
-            kept = ctx.last if start == starts[-1] else None
-            raw = kept if kept is not None else product(h, weight, bias)
+            if start != starts[-1] or raw is None:
+                raw = _project(h, weight, bias, scratch)
             for low in range(0, raw.shape[0], ctx.step):
                 at = slice(start + low, min(start + low + ctx.step, start + raw.shape[0]))
                 entropy = (grad_entropy[at], entropies[at]) if ctx.entropy else None
@@ -165,7 +190,9 @@ class _Score(torch.autograd.Function):
             # ``raw`` now holds the gradient with respect to the logits.
             if d_hidden is not None:
                 d_hidden[start : start + ctx.chunk] = product(raw, weight.t())
-            if need_weight:
+            if need_weight and ctx.head.sink is not None:
+                ctx.head.sink.add_product(ctx.head.weight_VD, raw, h)
+            elif need_weight:
                 part = raw.t() @ h
                 if len(starts) == 1:
                     d_weight = part
@@ -173,7 +200,6 @@ class _Score(torch.autograd.Function):
                     d_weight = part.float() if d_weight is None else d_weight.add_(part)
             if d_bias is not None:
                 d_bias += raw.sum(0, dtype=torch.float32)
-        ctx.last = None
         return (
             d_hidden,
             d_weight.to(weight.dtype) if d_weight is not None else None,
