@@ -41,7 +41,7 @@ docs: $(STAMP)
 	$(BIN)/mkdocs build --strict
 
 drill: $(STAMP)
-	$(BIN)/python -m pytest -m proof tests/test_drill.py -s
+	$(BIN)/python -m pytest -m proof tests/test_drill.py tests/test_trainers_admission.py -s
 
 bench-trl: $(STAMP)
 	$(BIN)/python benchmarks/vs_trl.py
