@@ -46,7 +46,7 @@ async def test_weights_arrive_are_read_back_and_change_what_is_sampled(vllm, wei
         got, versions = await scores(vllm, f"{kind}{step}")
         assert versions == [f"{kind}/0/{step}"]
         mine, other = reference(new), reference(moved(weights, 3 - step))
-        assert gap(got, mine) < 0.25 < gap(got, other), (gap(got, mine), gap(got, other))
+        assert 3 * gap(got, mine) < gap(got, other), (gap(got, mine), gap(got, other))
     pub.close()
     assert not [path for path in Path("/dev/shm").iterdir() if "slipstream" in path.name]
 
@@ -74,7 +74,7 @@ async def test_a_failed_load_leaves_a_model_that_takes_the_next_one(vllm, weight
         await pub.publish(broken, "retry/0/2")
     got, versions = await scores(vllm, "after-failure")
     assert versions == ["retry/0/1"]
-    assert gap(got, reference(moved(weights, 1))) < 0.25
+    assert 3 * gap(got, reference(moved(weights, 1))) < gap(got, reference(moved(weights, 2)))
     (receipt,) = await pub.publish(moved(weights, 3), "retry/0/3")
     assert receipt.published
     pub.close()
@@ -89,7 +89,7 @@ async def test_an_update_left_open_is_ended(vllm, weights):
     assert (receipt.published, receipt.attempts) == (True, 1)
 
 
-def test_vllms_own_engines_take_what_we_give_them(python):
+async def test_vllms_own_engines_take_what_we_give_them(python):
     """The names that ``NativeTransport`` uses, looked up in the real package (there is no GPU here)."""
     code = (
         "import json, inspect, dataclasses\n"

@@ -36,6 +36,7 @@ from slipstream.inference import wire
 from slipstream.inference.transfer.vllm_plugin import READ_BACK
 from slipstream.inference.types import EngineInfo, GenerateRequest, GenerateResult, PauseMode
 
+_GENERATION = frozenset({"/inference/v1/generate", "/v1/completions", "/v1/chat/completions"})
 # 4xx statuses that a later try may well not get again.
 _RETRYABLE_4XX = frozenset({408, 409, 425, 429})
 
@@ -208,9 +209,12 @@ class HttpEngine:
             async with asyncio.timeout(seconds):
                 try:
                     response = await self._http.send(request)
-                except httpx.RemoteProtocolError:
-                    # The server closed the connection without an answer.  vLLM does so after each error of its own,
-                    # to whatever comes next; if it is dead instead, the second try says so.
+                except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+                    # The connection was closed without an answer.  vLLM does so after each error of its own, to
+                    # whatever comes next; if it is dead instead, the second try says so.  Control calls may come
+                    # twice; a generation may not, since it may have been running.
+                    if path in _GENERATION:
+                        raise
                     response = await self._http.send(request)
         except TimeoutError as error:
             raise InferenceError(

@@ -306,10 +306,11 @@ def _engine_class() -> Any:
 
         def finish_weight_update(self) -> None:
             received = self.receiver.tensors
+            # First of all: after a failed load vLLM still counts the update as open, and takes it up again.
+            self.receiver.release()
             if received:
                 load(self.model, self.model_config, received, self.device)
-            self._loaded = dict(received)
-            self.receiver.release()
+            self._loaded = received
 
         def held(self) -> dict[str, str]:
             """Read back, then let go of what was received."""
