@@ -124,6 +124,9 @@ def test_staleness_is_per_token_and_from_versions() -> None:
         "async/staleness_mean": 1.5,
         "async/staleness_max": 2.0,
         "async/staleness_min": 0.0,
+        "async/mixed_version_share": 0.0,
+        "async/version_lag_0": 0.25,
+        "async/version_lag_2": 0.75,
     }
 
 

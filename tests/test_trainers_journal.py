@@ -199,12 +199,12 @@ register(id="slow", entry_point=Slow)
 def test_kill_9_in_the_middle_of_asynchronous_work_keeps_completed_turns(tiny_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "slow_env.py").write_text(SLOW)
     more = [
-        *ASYNC, "env.id=slow", "env.modules=[slow_env]", "rollout.max_turns=3", "data.eval=[]", "schedule.steps=4",
+        *ASYNC, "env.id=slow", "env.modules=[slow_env]", "rollout.max_turns=3", "data.eval=[]", "schedule.steps=8",
         "checkpoint.every_steps=1", "rollout.env_workers=4",
     ]  # fmt: skip
     run_dir = tmp_path / "r"
     process = start(tiny_dir, run_dir, *more, path=tmp_path)
-    wait_for(run_dir / "rollouts" / "after-rl-000001.jsonl", '"kind":"turn"', process)
+    wait_for(run_dir / "rollouts", "after-rl-00000[1-5].jsonl", '"kind":"turn"', process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)
     at = (run_dir / "checkpoints" / "latest").read_text()
@@ -215,7 +215,7 @@ def test_kill_9_in_the_middle_of_asynchronous_work_keeps_completed_turns(tiny_di
     assert resumed.returncode == 0, output
     counts = trained_prompts(run_dir)
     assert set(counts.values()) == {1}
-    assert len(counts) == 16
+    assert len(counts) == 32
     reader = LedgerReader(run_dir)
     account = reader.events("step", live_only=True)[-1].data["account"]
     assert account["sampled"] == sum(v for k, v in account.items() if k != "sampled")
@@ -229,18 +229,22 @@ def test_kill_9_in_the_middle_of_asynchronous_work_keeps_completed_turns(tiny_di
     assert versions == {"0", "1"}, f"the dead start's work is trained on after the resume ({len(kept)} lines)"
 
 
-def wait_for(path: Path, text: str, process: subprocess.Popen[str]) -> None:
-    """Until ``text`` stands in the file; ends with the process's words if it ends first."""
+def wait_for(folder: Path, pattern: str, text: str, process: subprocess.Popen[str]) -> None:
+    """Until ``text`` stands in a file of ``folder`` that fits ``pattern``; ends with the process's words if it ends."""
     import time
 
     until = time.monotonic() + 240
     while time.monotonic() < until:
-        if path.exists() and text in path.read_text():
-            return
+        for path in folder.glob(pattern):
+            try:
+                if text in path.read_text():
+                    return
+            except FileNotFoundError:  # a later checkpoint has taken it away
+                continue
         if process.poll() is not None:
             raise AssertionError(process.communicate()[0])
-        time.sleep(0.02)
-    raise AssertionError(f"{path} never held {text}")
+        time.sleep(0.005)
+    raise AssertionError(f"no {pattern} in {folder} ever held {text}")
 
 
 def test_the_journal_is_off_where_a_restart_gives_the_same_bits(tiny_dir: Path, tmp_path: Path) -> None:
