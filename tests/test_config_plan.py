@@ -117,6 +117,8 @@ def test_total_steps_is_filled_for_schedules_that_need_it() -> None:
     cosine = settings("training.optimizer.scheduler=cosine", "schedule.steps=5", "algorithm.minibatches_per_step=2")
     assert resolve_settings(cosine).training.optimizer.total_steps == 10
     assert resolve_settings(settings()).training.optimizer.total_steps is None
+    sft_only = settings("training.optimizer.scheduler=linear", "schedule.steps=0")
+    assert resolve_settings(sft_only).training.optimizer.total_steps == 1
     given = settings("training.optimizer.scheduler=cosine", "training.optimizer.total_steps=99")
     assert resolve_settings(given).training.optimizer.total_steps == 99
 

@@ -51,8 +51,8 @@ def resolve_settings(settings: RunSettings, n_train_rows: int | None = None) -> 
             raise SettingsError("schedule.epochs needs training prompts to count; set data.train, or schedule.steps")
     schedule = settings.schedule.model_copy(update={"steps": steps})
     rl, sft = settings.training.optimizer, settings.sft.optimizer
-    if rl.total_steps is None and rl.scheduler != "constant" and steps > 0:
-        rl = rl.model_copy(update={"total_steps": steps * optimizer_steps(settings)})
+    if rl.total_steps is None and rl.scheduler != "constant":  # a run without RL steps still builds the optimiser
+        rl = rl.model_copy(update={"total_steps": max(1, steps * optimizer_steps(settings))})
     if sft.total_steps is None and sft.scheduler != "constant" and settings.sft.steps > 0:
         sft = sft.model_copy(update={"total_steps": settings.sft.steps})
     return settings.model_copy(
@@ -71,8 +71,8 @@ def _lengths(algorithm: AlgorithmSettings, rollout: RolloutSettings, steps: int)
     if algorithm.reduction == "seq_mean_token_sum_norm" and algorithm.reduction_tokens is None:
         found["reduction_tokens"] = most_sampled_tokens(rollout)
     critic = algorithm.critic
-    if critic.optimizer.total_steps is None and critic.optimizer.scheduler != "constant" and steps > 0:
-        total = steps * critic.epochs_per_step * critic.minibatches_per_step
+    if critic.optimizer.total_steps is None and critic.optimizer.scheduler != "constant":
+        total = max(1, steps * critic.epochs_per_step * critic.minibatches_per_step)
         optimizer = critic.optimizer.model_copy(update={"total_steps": total})
         found["critic"] = critic.model_copy(update={"optimizer": optimizer})
     overlong = algorithm.overlong
