@@ -19,8 +19,10 @@ from vllm_kit import moved, publisher, python, serving, weights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
-DEVIATIONS: dict[str, str] = {}
-"""Checks that vLLM 0.32 is known to fail, and why."""
+DEVIATIONS = {
+    "update_out_of_order_is_refused": "it takes an update while it runs; the publisher always pauses it first",
+}
+"""Checks that vLLM 0.32 is known to fail, and why that is bearable."""
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,11 @@ Refuses: what a single answer contains (``conformance_data``).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from slipstream.errors import InferenceError
 from slipstream.inference.checksum import parse_checksum, tensor_checksum
+from slipstream.inference.client import HttpEngine
 from slipstream.inference.conformance_bench import Bench, CheckFailed, NotApplicable, check, check_form, require
 from slipstream.inference.types import GenerateRequest, GenerateResult, PauseMode
 
@@ -144,6 +146,7 @@ async def update_out_of_order_is_refused(bench: Bench) -> None:
         require(await bench.engine.weight_version() == before, "a refused update changed the version")
         await bench.run()
         return
+    await bench.engine.finish_weight_update(before)
     raise CheckFailed("start_weight_update was accepted while running")
 
 
@@ -156,14 +159,28 @@ async def unknown_parameter_is_refused(bench: Bench) -> None:
     await bench.engine.pause("abort")
     await bench.engine.start_weight_update()
     try:
+        # An engine may look at names when it is sent them, or when it is told that they are all.
         await bench.engine.update_weights({name: next(iter(bench.weights.values()))})
+        await bench.engine.finish_weight_update("conformance/1/0")
     except InferenceError as error:
         require(name in str(error), f"the error does not name {name}: {error}")
     else:
         raise CheckFailed("an unknown parameter was accepted")
     finally:
-        await bench.engine.update_weights(bench.weights)
-        await bench.engine.finish_weight_update("conformance/1/0")
+        await _restore(bench, "conformance/1/1")
+
+
+async def _restore(bench: Bench, version: str) -> None:
+    """Sound weights again, whether the failed update is still open or not."""
+    assert bench.weights is not None
+    if isinstance(bench.engine, HttpEngine):
+        # Ends an open update of an engine that takes weights by our plug-in; others know no such message.
+        with contextlib.suppress(InferenceError):
+            await bench.engine.transfer({"kind": "abandon"})
+    with contextlib.suppress(InferenceError):
+        await bench.engine.start_weight_update()
+    await bench.engine.update_weights(bench.weights)
+    await bench.engine.finish_weight_update(version)
 
 
 @check
