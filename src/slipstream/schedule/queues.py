@@ -54,7 +54,7 @@ class FullyAsyncSchedule(BookedSchedule):
         max_staleness: ``S`` of the capacity rule, in steps; 0 is synchronous training.
         max_running: groups that run at once; None leaves it to the capacity.
         full_batch: refused groups are replaced, so that a step trains on ``B`` groups.
-        max_batches, steps, clock: see ``BookedSchedule``.
+        **options: ``max_batches``, ``steps`` and ``clock`` of ``BookedSchedule``.
     """
 
     kind = "fully_async"
