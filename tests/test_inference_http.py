@@ -20,6 +20,7 @@ from slipstream.inference.client import HttpEngine
 from slipstream.inference.fake import FakeEngine
 from slipstream.inference.server import bind, build_app, serve
 from slipstream.inference.types import Engine, GenerateRequest
+from slipstream.inference.wire import request_json
 from slipstream.trajectory import SamplingSpec
 
 TOKENIZER = ByteTokenizer()
@@ -455,3 +456,13 @@ def test_ctrl_c_ends_the_server_cleanly_and_at_once(busy):
     with socket.socket() as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         free.bind((host, int(port)))
+
+
+def test_salts_are_sent_in_the_characters_that_vllm_takes():
+    sent = {
+        salt: request_json(request(cache_salt=salt))["cache_salt"] for salt in ("policy/0/1", "policy-0-1", "a@b" * 99)
+    }
+    assert len(set(sent.values())) == 3
+    for salt in sent.values():
+        assert len(salt) <= 128
+        assert not set(salt) & set("@/\\\0")

@@ -15,8 +15,10 @@ requests carry, so they travel as headers: ``X-Session-ID`` (the routers' sessio
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import math
+import urllib.parse
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +34,7 @@ from slipstream.trajectory import SamplingSpec, VersionRun
 
 SESSION_HEADER = "X-Session-ID"
 GROUP_HEADER = "X-Group-ID"
+_SALT_LENGTH = 128
 _MOST_CHOICES = 1024
 
 TokenId = Annotated[int, Field(ge=0, strict=True)]
@@ -396,10 +399,16 @@ def request_json(request: GenerateRequest, *, model: str | None = None, stream: 
     if stream:
         body["stream_options"] = {"include_usage": True}
     if request.cache_salt is not None:
-        body["cache_salt"] = request.cache_salt
+        body["cache_salt"] = _wire_salt(request.cache_salt)
     if request.priority:
         body["priority"] = request.priority
     return body
+
+
+def _wire_salt(salt: str) -> str:
+    """A salt in the characters and length that vLLM takes (versions have slashes); distinct ones stay distinct."""
+    quoted = urllib.parse.quote(salt, safe="")
+    return quoted if len(quoted) <= _SALT_LENGTH else hashlib.sha256(salt.encode()).hexdigest()
 
 
 def request_headers(request: GenerateRequest) -> dict[str, str]:
