@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from slipstream.trajectory import VersionRun
+
+_LEAST_TOKENS = 4
 
 
 @contextlib.contextmanager
@@ -62,31 +65,35 @@ def recompute(
 
 @dataclass
 class Verdict:
-    """Mean distances in nats of one run's log-probs from those re-scored."""
+    """Mean distances in nats of one run's log-probs from those re-scored.
+
+    ``other`` is the distance when the keys and values of earlier runs are thought of the other way: what an engine that
+    keeps them differs from a forward pass by, or one that rebuilds them from a replay.
+    """
 
     run: VersionRun
     named: float
     neighbours: dict[str, float]
-    recomputed: float
+    other: float
 
 
-def judge(model, weights, prompt, result, order: Sequence[str], least: int = 4) -> list[Verdict]:
-    """Each run of at least ``least`` tokens: re-scored as named, and with each neighbouring version in its place."""
+def judge(model, weights, prompt, result, order: Sequence[str], kv: Literal["kept", "rebuilt"]) -> list[Verdict]:
+    """Each run of a few tokens: re-scored as named, and with each neighbouring version in its place."""
+    score, otherwise = (replay, recompute) if kv == "kept" else (recompute, replay)
 
-    def distance(scored, run) -> float:
-        pairs = zip(scored[run.start : run.end], result.logprobs[run.start : run.end], strict=True)
+    def distance(how, runs) -> float:
+        run = runs[-1]
+        scored = how(model, weights, prompt, result.token_ids[: run.end], runs)
+        pairs = zip(scored[run.start :], result.logprobs[run.start : run.end], strict=True)
         return sum(abs(a - b) for a, b in pairs) / (run.end - run.start)
 
-    named = replay(model, weights, prompt, result.token_ids, result.versions)
-    anew = recompute(model, weights, prompt, result.token_ids, result.versions)
     verdicts = []
     for i, run in enumerate(result.versions):
-        if run.end - run.start < least:
+        if run.end - run.start < _LEAST_TOKENS:
             continue
-        at = order.index(run.version)
-        others = {}
-        for other in {*order[max(at - 1, 0) : at], *order[at + 1 : at + 2]}:
-            runs = [*result.versions[:i], VersionRun(other, run.start, run.end)]
-            others[other] = distance(replay(model, weights, prompt, result.token_ids[: run.end], runs), run)
-        verdicts.append(Verdict(run, distance(named, run), others, distance(anew, run)))
+        before, at = list(result.versions[:i]), order.index(run.version)
+        neighbours = {*order[max(at - 1, 0) : at], *order[at + 1 : at + 2]}
+        wrong = {name: distance(score, [*before, VersionRun(name, run.start, run.end)]) for name in neighbours}
+        as_named = [*before, run]
+        verdicts.append(Verdict(run, distance(score, as_named), wrong, distance(otherwise, as_named)))
     return verdicts

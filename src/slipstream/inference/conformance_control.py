@@ -155,7 +155,7 @@ async def unknown_parameter_is_refused(bench: Bench) -> None:
     """A chunk with a name the model does not have is an error that names it."""
     if bench.weights is None:
         raise NotApplicable("no weights were given to send")
-    name = "no.such.parameter"
+    name = "no_such_parameter"
     await bench.engine.pause("abort")
     await bench.engine.start_weight_update()
     try:

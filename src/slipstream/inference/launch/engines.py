@@ -99,6 +99,7 @@ def vllm_server(
         *("--generation-config", "vllm"),
         # Without it the token endpoint answers 403.
         "--enable-scale-out",
+        "--enable-prompt-tokens-details",
         "--enable-prefix-caching" if settings.prefix_caching else "--no-enable-prefix-caching",
     ]
     if settings.max_model_len is not None:
