@@ -57,6 +57,7 @@ class BlockCache:
         self._capacity, self._block = blocks, block_tokens
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._pinned: dict[int, int] = {}
+        self._extra = 0  # blocks of outputs and half-filled ones, which have no key yet
 
     def chain(self, ids: tuple[int, ...]) -> list[int]:
         """Keys of the full blocks of ``ids``, each hashing all that stands before it."""
@@ -103,9 +104,6 @@ class BlockCache:
                 self._idle.move_to_end(key)
         while len(self._idle) + self._used_pinned() > self._capacity:
             self._idle.popitem(last=False)
-
-    _extra = 0
-    """Blocks of outputs and half-filled ones, which have no key yet."""
 
     def _used_pinned(self) -> int:
         return len(self._pinned) + self._extra
