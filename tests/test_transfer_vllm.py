@@ -118,6 +118,15 @@ def test_a_tied_head_that_kept_its_old_kernel_is_reported():
     assert told["head.weight"] == sums(old)["embed.weight"]
 
 
+def test_a_wider_copy_of_the_same_numbers_is_the_same():
+    sent = weights_of(0)
+    model = model_of(sent)
+    model.norm.weight = torch.nn.Parameter(sent["norm.weight"].float(), requires_grad=False)
+    assert vllm_plugin.read_back(model, raws(sent), "v1") == sums(sent)
+    model.norm.weight = torch.nn.Parameter(sent["norm.weight"].float() * 1.0001, requires_grad=False)
+    assert vllm_plugin.read_back(model, raws(sent), "v1") != sums(sent)
+
+
 def test_a_tied_head_is_packed_again_after_a_load():
     sent = weights_of(0)
     model = model_of(sent)

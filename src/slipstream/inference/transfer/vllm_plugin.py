@@ -119,7 +119,31 @@ def locate(model: Any, received: Mapping[str, Raw]) -> dict[str, _Place]:
     return found
 
 
-def _held(place: _Place, raw: Raw, seed: str) -> str | None:
+class _Kernels:
+    """Sampled columns of packed layers, read once per layer, however many checkpoint tensors it fuses."""
+
+    def __init__(self, seed: str) -> None:
+        self._seed = seed
+        self._read: dict[int, tuple[list[int], torch.Tensor]] = {}
+
+    def sample(self, module: Any, width: int, dtype: Any) -> tuple[list[int], torch.Tensor]:
+        """Column numbers and the columns, ``(out_features, COLUMNS)``."""
+        known = self._read.get(id(module))
+        if known is None:
+            columns = _columns(f"{self._seed}/{len(self._read)}", width, COLUMNS)
+            known = self._read[id(module)] = columns, _through_kernel(module, columns, width, dtype)
+        return known
+
+
+def _same(value: torch.Tensor, sent: torch.Tensor) -> bool:
+    """Bit for bit, also where a kernel keeps a wider copy of a narrow tensor (biases, on some CPUs)."""
+    import torch
+
+    narrow = value.to(sent.dtype)
+    return torch.equal(narrow, sent) and torch.equal(narrow.to(value.dtype), value)
+
+
+def _held(place: _Place, raw: Raw, kernels: _Kernels) -> str | None:
     """The checksum of what the model holds there; None where it cannot be read."""
     import torch
 
@@ -130,12 +154,11 @@ def _held(place: _Place, raw: Raw, seed: str) -> str | None:
         if parameter.shape and parameter.shape[0] < place.end:
             return None
         value = parameter.detach()[place.begin : place.end].cpu() if parameter.shape else parameter.detach().cpu()
-        if value.dtype != sent.dtype or not torch.equal(value, sent):
+        if not _same(value, sent):
             return Raw.of(value).checksum()
     if place.leaf == "weight" and hasattr(place.module, "cpu_linear") and len(raw.shape) == 2:
         width = raw.shape[1]
-        columns = _columns(f"{seed}/{place.begin}", width, COLUMNS)
-        got = _through_kernel(place.module, columns, width, sent.dtype)
+        columns, got = kernels.sample(place.module, width, sent.dtype)
         if got.shape[0] < place.end:
             return None
         if not torch.equal(got[place.begin : place.end], sent[:, columns]):
@@ -161,7 +184,7 @@ def _not_sent(model: Any, places: Mapping[str, _Place]) -> Iterator[tuple[str, A
 
 
 def _stale_ties(
-    model: Any, places: Mapping[str, _Place], received: Mapping[str, Raw], seed: str
+    model: Any, places: Mapping[str, _Place], received: Mapping[str, Raw], kernels: _Kernels
 ) -> Iterator[tuple[str, Any]]:
     """Layers that share a received parameter (a tied head) but whose own packed kernel holds something else."""
     owners = {id(getattr(place.module, place.leaf, None)): name for name, place in places.items()}
@@ -172,8 +195,7 @@ def _stale_ties(
         if name is None or id(layer) in modules or not hasattr(layer, "cpu_linear"):
             continue
         sent, rows = received[name].torch(), received[name].shape[0]
-        columns = _columns(f"{seed}/{path}", sent.shape[1], COLUMNS)
-        got = _through_kernel(layer, columns, sent.shape[1], sent.dtype)
+        columns, got = kernels.sample(layer, sent.shape[1], sent.dtype)
         if got.shape[0] >= rows and not bool((got[:rows] == sent[:, columns]).all()):
             whole = _through_kernel(layer, list(range(sent.shape[1])), sent.shape[1], sent.dtype)
             yield f"{path}.weight", whole[:rows]
@@ -184,12 +206,13 @@ def read_back(model: Any, received: Mapping[str, Raw], seed: str) -> dict[str, s
     if not received:
         return {}
     places = locate(model, received)
-    held = {name: _held(place, received[name], seed) for name, place in places.items()}
+    kernels = _Kernels(seed)
+    held = {name: _held(place, received[name], kernels) for name, place in places.items()}
     told = {name: value for name, value in held.items() if value is not None}
     if len(told) == len(received):
         # Everything that was sent has been found, so whatever else the model holds is older.
         told |= {name: Raw.of(tensor).checksum() for name, tensor in _not_sent(model, places)}
-    told |= {name: Raw.of(tensor).checksum() for name, tensor in _stale_ties(model, places, received, seed)}
+    told |= {name: Raw.of(tensor).checksum() for name, tensor in _stale_ties(model, places, received, kernels)}
     return told
 
 
