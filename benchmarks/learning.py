@@ -51,7 +51,7 @@ from slipstream.weights import InProcessTransport, Publisher, Replica, VersionCo
 
 RESULTS = Path(__file__).parent / "results" / "learning.json"
 PROMPTS = 4
-STEPS, LAG_STEPS = 12, 24
+STEPS, LAG_STEPS = 24, 24
 TEACHER_STEPS = 30
 RATE, LAG_RATE = 0.004, 0.008
 BASE = (
