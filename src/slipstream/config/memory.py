@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.config.facts import ModelFacts
+from slipstream.config.facts import ModelFacts, read_facts
 from slipstream.config.settings import Dtype, RunSettings
 
 PHASES = ("sampling", "scoring", "update", "publish")
@@ -78,7 +78,12 @@ def trainable_parameters(settings: RunSettings, facts: ModelFacts) -> int:
 
 def estimate_memory(settings: RunSettings, facts: ModelFacts) -> MemoryPlan:
     """Bytes of each item; tokens per micro-batch and KV capacity are taken as full."""
-    items = [*_trainer(settings, facts), *_update(settings, facts), *_engine(settings, facts)]
+    items = [
+        *_trainer(settings, facts),
+        *_critic_and_teacher(settings, facts),
+        *_update(settings, facts),
+        *_engine(settings, facts),
+    ]
     return MemoryPlan([item for item in items if item.bytes > 0])
 
 
@@ -105,6 +110,26 @@ def _trainer(settings: RunSettings, facts: ModelFacts) -> list[MemoryItem]:
         ),
         MemoryItem("exported weights", facts.parameters * compute, ("publish",), "handed to the engine"),
     ]
+
+
+def _critic_and_teacher(settings: RunSettings, facts: ModelFacts) -> list[MemoryItem]:
+    """Models beside the policy; one whose directory cannot be read here counts as large as the policy."""
+    algorithm, compute = settings.algorithm, width(settings.model.dtype)
+    own = algorithm.advantage == "gae" and algorithm.critic.backbone == "own"
+    critic = _parameters(algorithm.critic.path, facts) if own else 0
+    teacher = _parameters(algorithm.teacher.path, facts) if algorithm.teacher.path is not None else 0
+    weights = critic * (_FLOAT32 + (compute if compute != _FLOAT32 else 0))
+    return [
+        MemoryItem("critic weights", weights, PHASES, "float32 masters and the compute dtype"),
+        MemoryItem("critic moments", critic * 2 * _FLOAT32, PHASES, "two float32 per parameter"),
+        MemoryItem("critic gradients", critic * _FLOAT32, ("update",), "float32"),
+        MemoryItem("teacher weights", teacher * width(algorithm.teacher.dtype), PHASES, algorithm.teacher.dtype),
+    ]
+
+
+def _parameters(path: str | None, facts: ModelFacts) -> int:
+    known = None if path is None else read_facts(path)
+    return facts.parameters if known is None else known.parameters
 
 
 def _update(settings: RunSettings, facts: ModelFacts) -> list[MemoryItem]:
