@@ -11,7 +11,9 @@ teacher gets a model that was trained on the same task.
 Reported per preset: mean reward of fresh samples before and after, and the gain's mean with a 95 % t-interval over
 seeds.  ``learns`` says that the whole interval lies above 0.
 
-Staleness: the engine samples with the weights of ``lag`` publishes ago, at a rate at which that matters.
+Staleness: the engine samples with the weights of ``lag`` publishes ago.  Two tasks: ``early`` is the one above, whose
+best policy lies at the end of a road (a late step in its direction still helps); ``balanced`` pays most for half early
+characters and half late ones, so whoever learns from old samples runs past the goal.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,9 +53,9 @@ from slipstream.weights import InProcessTransport, Publisher, Replica, VersionCo
 
 RESULTS = Path(__file__).parent / "results" / "learning.json"
 PROMPTS = 4
-STEPS, LAG_STEPS = 24, 24
+STEPS, LAG_STEPS = 24, 30
 TEACHER_STEPS = 30
-RATE, LAG_RATE = 0.004, 0.008
+RATE, LAG_RATE = 0.004, 0.01
 BASE = (
     "model.dtype=float32",
     "inference.dtype=float32",
@@ -86,12 +88,23 @@ CORRECTIONS: Mapping[str, Sequence[str]] = {
 _T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 14: 2.145, 19: 2.093}
 
 
-class Early(BaseTextEnv):
-    """One turn; earns the share of its characters that come before 'a'."""
+TASKS: Mapping[str, Callable[[float], float]] = {
+    "early": lambda share: share,
+    "balanced": lambda share: 1 - 2 * abs(share - 0.5),
+}
+"""Reward from the share of characters that come before 'a'."""
+
+
+class OneTurn(BaseTextEnv):
+    """One turn; earns what its task pays for the share of early characters."""
+
+    def __init__(self, task: str) -> None:
+        super().__init__()
+        self._reward = TASKS[task]
 
     def step(self, action: str) -> dict[str, Any]:
         self.turns += 1
-        reward = sum(c < "a" for c in action) / max(len(action), 1)
+        reward = self._reward(sum(c < "a" for c in action) / max(len(action), 1))
         return {"observations": [], "reward": reward, "done": True, "metadata": {}}
 
 
@@ -124,7 +137,7 @@ class Learner:
                 f"{phase}/{step}/{p}",
                 f"p{p}",
                 ({"role": "user", "content": f"question {p}"},),
-                "early",
+                "one_turn",
                 n=self.settings.rollout.samples_per_prompt,
                 scheduled_step=step,
                 pass_index=step,
@@ -163,7 +176,9 @@ class Learner:
 
 
 @contextlib.asynccontextmanager
-async def learner(model: Path, overrides: Sequence[str], seed: int, lag: int = 0) -> AsyncIterator[Learner]:
+async def learner(
+    model: Path, overrides: Sequence[str], seed: int, lag: int = 0, task: str = "early"
+) -> AsyncIterator[Learner]:
     """Everything of one run, closed at its end."""
     settings = load_settings([], [*BASE, f"model.path={model}", f"seed={seed}", *overrides]).settings
     settings = resolve_settings(settings)
@@ -175,7 +190,7 @@ async def learner(model: Path, overrides: Sequence[str], seed: int, lag: int = 0
         backend = build_backend(settings)
         stack.callback(backend.close)
         replica = Replica(engine)
-        generator = TurnGenerator(replica, Renderer(tokenizer), lambda c, e: Early(), settings.rollout, seed)
+        generator = TurnGenerator(replica, Renderer(tokenizer), lambda c, e: OneTurn(task), settings.rollout, seed)
         stack.push_async_callback(generator.aclose)
         made = Learner(
             settings,
@@ -191,10 +206,12 @@ async def learner(model: Path, overrides: Sequence[str], seed: int, lag: int = 0
         yield made
 
 
-async def run(model: Path, overrides: Sequence[str], seed: int, steps: int, lag: int = 0) -> Outcome:
+async def run(
+    model: Path, overrides: Sequence[str], seed: int, steps: int, lag: int = 0, task: str = "early"
+) -> Outcome:
     """Train and measure."""
     started = time.process_time()
-    async with learner(model, overrides, seed, lag) as made:
+    async with learner(model, overrides, seed, lag, task) as made:
         before = await made.score()
         applied = await made.train(steps)
         await made.publish(0)
@@ -271,16 +288,16 @@ async def bench_presets(names: Sequence[str], seeds: int, folder: Path) -> dict[
     return found
 
 
-async def bench_staleness(seeds: int, folder: Path) -> dict[str, Any]:
-    """Corrections x lags."""
-    models = [tiny_model_dir(folder / f"lag_model{s}", seed=s) for s in range(seeds)]
+async def bench_staleness(seeds: int, folder: Path, task: str) -> dict[str, Any]:
+    """Corrections x lags on one task."""
+    models = [tiny_model_dir(folder / f"{task}{s}", seed=s) for s in range(seeds)]
     table: dict[str, Any] = {}
     for correction, overrides in CORRECTIONS.items():
         for lag in LAGS:
             given = [*overrides, f"training.optimizer.lr={LAG_RATE}"]
-            outcomes = [await run(model, given, seed, LAG_STEPS, lag) for seed, model in enumerate(models)]
+            outcomes = [await run(model, given, seed, LAG_STEPS, lag, task) for seed, model in enumerate(models)]
             table.setdefault(correction, {})[str(lag)] = summary(outcomes)
-            show(f"{correction}, lag {lag}", table[correction][str(lag)])
+            show(f"{task}: {correction}, lag {lag}", table[correction][str(lag)])
     return table
 
 
@@ -316,14 +333,14 @@ def main() -> None:
 
     try:
         result["presets"] = asyncio.run(bench_presets(options.presets, options.seeds, folder))
-        write()  # the table below takes as long again
+        write()  # the tables below take longer
         if not options.no_staleness:
             result["staleness"] = {
                 "steps": LAG_STEPS,
                 "lr": LAG_RATE,
                 "lag": "publishes between the weights that sample and the weights that are updated",
                 "settings": {name: list(given) for name, given in CORRECTIONS.items()},
-                "table": asyncio.run(bench_staleness(options.seeds, folder)),
+                "tasks": {task: asyncio.run(bench_staleness(options.seeds, folder, task)) for task in TASKS},
             }
             write()
     finally:
