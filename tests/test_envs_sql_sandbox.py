@@ -113,6 +113,26 @@ def test_refusals_of_the_authorizer_are_told_apart_from_mistakes(sandbox):
     assert sandbox.execute("SELECT nothing FROM t").kind == "sql"
 
 
+@pytest.mark.parametrize(
+    ("sql", "value"),
+    [
+        ("date('now')", "2014-01-01"),
+        ("date(x'6e6f77', '+1 day')", "2014-01-02"),
+        ("datetime('NOW' || char(0) || 'x')", "2014-01-01 00:00:00"),
+        ("time()", "00:00:00"),
+        ("strftime('%Y')", "2014"),
+        ("unixepoch() - strftime('%s', 'now')", 0),
+        ("CURRENT_TIMESTAMP", "2014-01-01 00:00:00"),
+        ("CURRENT_DATE", "2014-01-01"),
+        ("datetime('2020-07-01', 'localtime')", "2020-07-01 00:00:00"),
+        ("strftime('%m', '2009-03-05')", "03"),
+        ("date('rubbish')", None),
+    ],
+)
+def test_the_clock_stands_still_and_other_times_are_as_ever(sandbox, sql, value):
+    assert sandbox.execute(f"SELECT {sql}").rows == ((value,),)
+
+
 def test_endless_recursion_stops_on_the_operation_budget_the_same_way_each_time(sandbox):
     results = {sandbox.execute(ENDLESS) for _ in range(3)}
     assert len(results) == 1

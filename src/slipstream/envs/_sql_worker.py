@@ -4,7 +4,8 @@ Started as ``python -I -S _sql_worker.py DATABASE LIMITS-JSON``; imports only th
 request per line on stdin (``{"sql", "max_ops", "max_rows", "max_bytes"}``), writes one JSON reply per line on
 stdout.  Layers, from the inside out:
 
-* an authorizer that allows SELECT, reading columns and deterministic functions, and nothing else;
+* an authorizer that allows SELECT, reading columns and deterministic functions, and nothing else; the clock stands
+  still at ``NOW``, in UTC, so that no result depends on the moment or the machine;
 * ``mode=ro&immutable=1``, ``query_only``, ``trusted_schema=OFF``, temporary storage in memory;
 * SQLite's own limits (lengths, columns, no attached databases) and a hard heap limit;
 * a budget of virtual-machine operations, the same on every machine;
@@ -21,10 +22,18 @@ import resource
 import sqlite3
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 OPS_STEP = 1000
 """Virtual-machine operations between two looks at the budget."""
+
+NOW = "2014-01-01 00:00:00"
+"""What ``'now'`` and ``CURRENT_TIMESTAMP`` mean."""
+
+# Position of the first time value among the arguments; a missing one means now.
+_TIME_FUNCTIONS = {"date": 0, "time": 0, "datetime": 0, "julianday": 0, "unixepoch": 0, "strftime": 1, "timediff": 0}
+_TIME_CONSTANTS = {"current_date": "date", "current_time": "time", "current_timestamp": "datetime"}
 
 # Non-deterministic, or reaching outside of the database.
 _DENIED_FUNCTIONS = frozenset(
@@ -39,6 +48,35 @@ def _authorize(action: int, first: str | None, second: str | None, database: str
     if action == sqlite3.SQLITE_FUNCTION and second is not None and second.lower() not in _DENIED_FUNCTIONS:
         return sqlite3.SQLITE_OK
     return sqlite3.SQLITE_DENY
+
+
+def _stop_clock(connection: sqlite3.Connection) -> None:
+    """Put functions over SQLite's own that compute the same, but for the present time."""
+    plain = sqlite3.connect(":memory:", cached_statements=0)
+    known = {name for (name,) in plain.execute("SELECT name FROM pragma_function_list")}
+
+    def stopped(name: str, first: int) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            arguments = [*given, NOW] if len(given) == first else list(given)
+            for i in range(first, min(len(arguments), 2)):
+                if (i == first or name == "timediff") and _is_now(arguments[i]):
+                    arguments[i] = NOW
+            marks = ",".join("?" * len(arguments))
+            return plain.execute(f"SELECT {name}({marks})", arguments).fetchone()[0]
+
+        return call
+
+    for name, first in _TIME_FUNCTIONS.items():
+        if name in known:
+            connection.create_function(name, -1, stopped(name, first), deterministic=True)
+    for constant, name in _TIME_CONSTANTS.items():
+        connection.create_function(constant, 0, stopped(name, 0), deterministic=True)
+
+
+def _is_now(value: Any) -> bool:
+    """Whether SQLite reads a time value as the present: as text up to its first NUL."""
+    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+    return isinstance(text, str) and text.partition("\0")[0].lower() in ("now", "subsec", "subsecond")
 
 
 def _open(path: str, limits: dict[str, int]) -> sqlite3.Connection:
@@ -69,6 +107,7 @@ def _open(path: str, limits: dict[str, int]) -> sqlite3.Connection:
         (sqlite3.SQLITE_LIMIT_WORKER_THREADS, 0),
     ):
         connection.setlimit(name, value)
+    _stop_clock(connection)
     connection.set_authorizer(_authorize)
     return connection
 

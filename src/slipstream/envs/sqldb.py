@@ -94,7 +94,7 @@ class _Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={"PATH": os.environ.get("PATH", "")},
+            env={"PATH": os.environ.get("PATH", ""), "TZ": "UTC0"},
             cwd="/",
             bufsize=0,
             start_new_session=True,  # Ctrl-C goes to the parent only, which then closes the children in order.
