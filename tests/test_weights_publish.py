@@ -486,3 +486,31 @@ def test_versions_are_never_reused_across_incarnations():
 def test_unreadable_counter_state_is_a_checkpoint_error():
     with pytest.raises(CheckpointError, match="version counter"):
         VersionCounter.resumed({"policy": "p"})
+
+
+@pytest.mark.parametrize("form", ["numpy", "torch"])
+def test_staging_reuses_memory_only_when_the_last_view_of_it_is_gone(form):
+    torch = pytest.importorskip("torch")
+
+    def weights_of(value):
+        array = np.full((4, 8), value, np.float32)
+        return {"w": array if form == "numpy" else torch.from_numpy(array)}
+
+    def place(staged):
+        tensor = staged.tensors["w"]
+        return tensor.ctypes.data if form == "numpy" else tensor.data_ptr()
+
+    transport = InProcessTransport()
+    first = transport.stage("1", weights_of(1))
+    view = first.tensors["w"][1:2]
+    where = place(first)
+    transport.release(first)
+    del first
+    second = transport.stage("2", weights_of(2))
+    assert place(second) != where
+    assert float(view.sum()) == 8
+    del view
+    third = transport.stage("3", weights_of(3))
+    assert place(third) == where
+    assert float(second.tensors["w"].sum()) == 64
+    assert float(third.tensors["w"].sum()) == 96

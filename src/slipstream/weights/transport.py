@@ -6,13 +6,16 @@ To engines in other processes: ``slipstream.weights.wire``, ``delta``, ``native`
 
 Copies: an optimiser changes its parameters in place, so ``stage`` copies (and casts) each tensor once.  The copy is
 what is sent, checksummed, and kept as the last good version for a roll-back; it is freed when a newer version has been
-verified.  Publishing therefore holds at most two copies of the weights besides the trainer's and the engine's.
+verified.  Publishing therefore holds at most two copies of the weights besides the trainer's and the engine's.  In this
+process a freed copy's memory serves the next version (``Recycled``): fresh pages cost as much as the copying.
 Tensors are opaque here: numpy arrays or torch tensors.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -132,6 +135,37 @@ def stage_tensors(version: str, tensors: dict[str, Any], payload: Any = None) ->
     return Staged(version, tensors, checksums(raws), size, size, payload)
 
 
+class Recycled:
+    """Buffers whose memory comes back once nothing refers to them, kept for the next of the same size (at most two).
+
+    A buffer is an array over a mapping that this object holds; numpy's views and torch's tensors keep the array alive,
+    so it is let go only with the last of them.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+
+    def __call__(self, size: int) -> Bytes:
+        """``size`` bytes, content undefined."""
+        memory = next((m for m in self._free if len(m) == size), None)
+        if memory is None:
+            self._free.clear()
+            memory = mmap.mmap(-1, size)
+        else:
+            self._free.remove(memory)
+        buffer: Bytes = np.frombuffer(memory, np.uint8)
+        weakref.finalize(buffer, self._take_back, memory).atexit = False
+        return buffer
+
+    def _take_back(self, memory: mmap.mmap) -> None:
+        if len(self._free) < 2:
+            self._free.append(memory)
+
+    def clear(self) -> None:
+        """Free what nobody uses."""
+        self._free.clear()
+
+
 class InProcessTransport:
     """Hands tensors over by reference, in chunks; an HTTP client turns a chunk into a file by itself.
 
@@ -147,10 +181,11 @@ class InProcessTransport:
     def __init__(self, dtype: str | None = None, chunk_bytes: int = 1 << 28) -> None:
         self._dtype = dtype
         self._chunk_bytes = chunk_bytes
+        self._memory = Recycled()
 
     def stage(self, version: str, export: Export) -> Staged:
         """One private copy."""
-        return stage_tensors(version, collect(export, self._dtype))
+        return stage_tensors(version, collect(export, self._dtype, self._memory))
 
     def _chunks(self, tensors: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         chunk: dict[str, Any] = {}
@@ -172,7 +207,8 @@ class InProcessTransport:
         """Nothing: an engine in this process has no other sender."""
 
     def release(self, staged: Staged) -> None:
-        """Nothing but memory, which goes with the last reference."""
+        """Nothing but memory, which comes back with the last reference."""
 
     def close(self) -> None:
         """Nothing but memory."""
+        self._memory.clear()
