@@ -108,3 +108,54 @@ def test_a_kill_at_any_commit_point_leaves_a_whole_checkpoint(
     assert found is not None
     assert found.state == {"n": 3}
     assert not list((tmp_path / "c").glob(".staging-*"))
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_by_one_of_its_name_leaves_it_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path / "c")
+    store.save("same", {"n": 1}, fill("1"))
+    pid = os.fork()
+    if pid == 0:
+        rename, calls = os.rename, []
+
+        def dies_at_the_second(source: Path, target: Path) -> None:
+            calls.append(source)
+            if len(calls) == 2:
+                os._exit(9)
+            rename(source, target)
+
+        monkeypatch.setattr(os, "rename", dies_at_the_second)
+        store.save("same", {"n": 2}, fill("2"))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    again = CheckpointStore(tmp_path / "c")
+    found = again.latest()
+    assert found is not None
+    assert found.state == {"n": 1}
+    again.save("same", {"n": 3}, fill("3"))
+    found = again.latest()
+    assert found is not None
+    assert found.state == {"n": 3}
+    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["latest", "same"]
+
+
+def test_without_a_pointer_the_newest_whole_checkpoint_serves(tmp_path: Path) -> None:
+    """A first save that was killed before the pointer moved, or a pointer that was lost."""
+    store = CheckpointStore(tmp_path / "c")
+    store.save("one", {"n": 1}, fill("1"))
+    store.save("two", {"n": 2}, fill("2"))
+    (tmp_path / "c" / "latest").unlink()
+    found = store.latest()
+    assert found is not None
+    assert found.state == {"n": 2}
+
+
+@pytest.mark.parametrize("content", [b"", b"tw", b"t\xff\xfe", b"two\0"])
+def test_a_torn_pointer_is_named(content: bytes, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "c")
+    store.save("one", {"n": 1}, fill("1"))
+    store.save("two", {"n": 2}, fill("2"))
+    (tmp_path / "c" / "latest").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"latest.*to go back, write"):
+        store.latest()

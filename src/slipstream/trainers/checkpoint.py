@@ -77,13 +77,16 @@ class CheckpointStore:
                 _fsync(path)
             _fsync(staging)
             if target.exists():
-                # The same step was saved by an incarnation that died after the rename: replace it whole.
-                shutil.rmtree(target)
+                # The same step was saved before, perhaps as what the pointer names: ``_put_back`` if this is the end.
+                shutil.rmtree(self._aside(name), ignore_errors=True)
+                os.rename(target, self._aside(name))
             os.rename(staging, target)
             _fsync(self.root)
             self.point_to(name)
+            self._put_back()
         except OSError as error:
             shutil.rmtree(staging, ignore_errors=True)
+            self._put_back()
             raise CheckpointError(
                 f"checkpoint {target} could not be written ({error}); earlier checkpoints are untouched. "
                 "Free disk space or change run_dir, then run the same command again"
@@ -106,6 +109,18 @@ class CheckpointStore:
         for path in self.root.glob(".staging-*"):
             shutil.rmtree(path, ignore_errors=True)
 
+    def _aside(self, name: str) -> Path:
+        return self.root / f".replaced-{name}"
+
+    def _put_back(self) -> None:
+        """Checkpoints that were being replaced: back in place when nothing came in their place, else removed."""
+        for aside in self.root.glob(".replaced-*"):
+            target = self.root / aside.name.removeprefix(".replaced-")
+            if target.exists():
+                shutil.rmtree(aside, ignore_errors=True)
+            else:
+                os.rename(aside, target)
+
     def names(self) -> list[str]:
         """Names of all complete-looking checkpoints, oldest first (by modification of the manifest)."""
         if not self.root.exists():
@@ -121,19 +136,27 @@ class CheckpointStore:
                 shutil.rmtree(self.root / name, ignore_errors=True)
 
     def _pointer(self) -> str | None:
+        """What the pointer names; without one, the newest checkpoint (a first save that was killed before it moved)."""
         pointer = self.root / _POINTER
-        return pointer.read_text().strip() if pointer.exists() else None
+        try:
+            name = pointer.read_text().strip()
+        except FileNotFoundError:
+            return next(reversed(self.names()), None)
+        except ValueError as error:
+            raise CheckpointError(f"{pointer} is corrupt ({error}){self._older('')}") from error
+        if not name or not (self.root / name).is_dir():
+            raise CheckpointError(f"{pointer} names {name!r}, which is no checkpoint here{self._older(name)}")
+        return name
 
     def latest(self) -> Checkpoint | None:
-        """The checkpoint the pointer names, verified; None when there is none.
+        """The checkpoint to resume from, verified; None when there is none.
 
         Raises ``CheckpointError`` naming the damaged file and an older checkpoint to go back to, if any: a
         corrupt checkpoint is never skipped in silence.
         """
+        self._put_back()
         name = self._pointer()
-        if name is None:
-            return None
-        return self.open(name)
+        return None if name is None else self.open(name)
 
     def open(self, name: str) -> Checkpoint:
         """Verify every hash and return the checkpoint."""
