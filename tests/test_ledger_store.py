@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from ledger_synthetic import Synth, make_run
 from slipstream.errors import ContractError, LedgerError
 from slipstream.ledger import Ledger, LedgerReader, TokenFlow, next_incarnation
+from slipstream.ledger.journal import Journal, read_lines
 from slipstream.trajectory import (
     Cancelled,
     Completed,
@@ -325,3 +327,20 @@ def test_origins_are_kept_apart_in_the_file(tmp_path: Path) -> None:
     record = next(LedgerReader(tmp_path).trajectories(phase="train"))
     origins = [span.origin for span in record.trajectory.rows[0].spans]
     assert origins[:3] == [Origin.PROMPT, Origin.SAMPLED, Origin.SYNTHETIC]
+
+
+def test_a_line_that_finds_no_room_leaves_nothing_and_others_may_follow(tmp_path: Path) -> None:
+    """A limit on the size of files refuses a write in its middle, as a full disk does."""
+    journal = Journal(tmp_path / "j.jsonl")
+    journal.append({"n": 1})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(LedgerError, match=r"cannot write .*j\.jsonl.*free space"):
+            journal.append({"n": 2, "long": "x" * 50_000})
+        journal.append({"n": 3})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    journal.append({"n": 4})
+    journal.close()
+    assert [line["n"] for line in read_lines(tmp_path / "j.jsonl")] == [1, 3, 4]

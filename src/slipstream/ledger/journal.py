@@ -54,7 +54,9 @@ class Journal:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self.repaired_bytes = self._repair()
-        self._file = path.open("ab")
+        # Unbuffered: what could not be written must not be written later, by a close or between other lines.
+        self._file = path.open("ab", buffering=0)
+        self._size = path.stat().st_size
 
     def _repair(self) -> int:
         if not self.path.exists():
@@ -69,11 +71,18 @@ class Journal:
         return len(torn)
 
     def append(self, value: Mapping[str, Any]) -> None:
-        """Write one line and hand it to the operating system (a killed process loses nothing)."""
+        """Write one line and hand it to the operating system (a killed process loses nothing).
+
+        Raises ``LedgerError`` (a full disk) and then leaves nothing of the line, so that others may follow.
+        """
+        line = dump_line(value).encode() + b"\n"
+        left = memoryview(line)
         try:
-            self._file.write(dump_line(value).encode() + b"\n")
-            self._file.flush()
+            while left:
+                left = left[self._file.write(left) :]
+            self._size += len(line)
         except OSError as error:
+            self._file.truncate(self._size)
             raise LedgerError(f"cannot write {self.path}: {error}; free space and resume the run") from error
 
     def sync(self) -> None:
