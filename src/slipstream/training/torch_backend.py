@@ -37,9 +37,9 @@ from slipstream.algorithms.ops import torch_ops
 from slipstream.config.algorithm import CriticSettings, TeacherSettings
 from slipstream.config.settings import LoraSettings, ModelSettings, OptimizerSettings, TrainingSettings
 from slipstream.errors import CheckpointError, ContractError, SettingsError
+from slipstream.memory import give_back, one_heap
 from slipstream.training import checkpoint
 from slipstream.training.critic import Critic
-from slipstream.training.memory import give_back
 from slipstream.training.model import PolicyModel
 from slipstream.training.optimizer import MasterOptimizer
 from slipstream.training.passes import Pass, RowValues
@@ -94,6 +94,7 @@ class TorchBackend:
         self.model_settings, self.training, self.handles = model_settings, training, tuple(handles)
         self._device = torch.device(device)
         self._closed = False
+        one_heap()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="slipstream-train", initializer=self._start_worker)
         try:
             self._submit(lambda: self._build(seed, total_steps)).result()
@@ -325,7 +326,7 @@ class TorchBackend:
         way.model.train_mode(True)
         for layout in way.layouts:
             with way.open(layout):
-                outputs = way.outputs(layout, entropy=loss.needs_entropy)
+                outputs = way.outputs(layout, entropy=loss.needs_entropy, top=loss.needs_top)
                 inputs = loss_inputs(xp, way.batch, layout.row_ids_R, loss, **{"logprobs": None, **outputs})
                 value, parts = objective(xp, inputs, loss)
                 value.backward()
@@ -345,7 +346,7 @@ class TorchBackend:
         with torch.no_grad():
             for layout in way.layouts:
                 with way.open(layout):
-                    outputs = way.outputs(layout, entropy=loss.needs_entropy)
+                    outputs = way.outputs(layout, entropy=loss.needs_entropy, top=loss.needs_top)
                 found.put(layout, outputs)
                 names = list(outputs)
         order = [index for layout in way.layouts for index in layout.row_ids_R]
@@ -362,7 +363,7 @@ class TorchBackend:
         for layout in way.layouts:
             end = start + len(layout.at_N)
             with way.open(layout):
-                again = way.outputs(layout, entropy=loss.needs_entropy)
+                again = way.outputs(layout, entropy=loss.needs_entropy, top=loss.needs_top)
                 torch.autograd.backward([again[name] for name in names], [g[start:end] for g in gradients])
             start = end
         return float(value.detach()), metrics

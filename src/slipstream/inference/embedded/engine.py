@@ -38,6 +38,7 @@ from slipstream.inference.embedded.core import EngineCore
 from slipstream.inference.embedded.pretrained import load_causal_lm, load_tokenizer
 from slipstream.inference.embedded.runner import build_runner
 from slipstream.inference.types import EngineInfo, GenerateRequest, GenerateResult, PauseMode
+from slipstream.memory import one_heap
 
 T = TypeVar("T")
 _JOIN_SECONDS = 60.0  # the longest step is one prefill; a thread that is still busy then is stuck
@@ -112,6 +113,7 @@ class EmbeddedEngine:
             raise InferenceError("the engine is closed; build a new one")
         if self._thread is not None:
             return
+        one_heap()
         await asyncio.to_thread(self._load)
         self._thread = threading.Thread(target=self._run, name=f"slipstream-engine-{self._name}", daemon=True)
         self._thread.start()
