@@ -40,8 +40,9 @@ docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
 	$(BIN)/mkdocs build --strict
 
+# Kills, hangs, tears and fills what a run depends on, at random moments; writes benchmarks/results/drill.json.
 drill: $(STAMP)
-	$(BIN)/python -m pytest -m proof tests/test_drill.py tests/test_trainers_admission.py -s
+	$(BIN)/python -m pytest -m proof tests/drills tests/test_trainers_admission.py -s
 
 bench-trl: $(STAMP)
 	$(BIN)/python benchmarks/vs_trl.py

@@ -1,0 +1,128 @@
+"""Signal 9 to engine processes and to the router, while a run samples and publishes."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from drill_kit import ASYNC, ENDLESS, MOMENTS, Drill, cause, drilling, sound, versions_are_known
+from test_drill_environment import STARTS, Until
+
+from run_kit import tiny_settings
+from slipstream.errors import BudgetExceededError, InferenceError, PublishError
+from slipstream.inference.launch.router import router_installed
+from slipstream.ledger import LedgerReader
+from slipstream.trainers.run import train
+
+pytestmark = pytest.mark.proof
+REPLICAS = [
+    *ASYNC, *ENDLESS, "inference.replicas=2", "inference.launch.health_seconds=2", "inference.launch.restarts=200",
+    "rollout.failures.attempts=6", "rollout.failures.max_failed_fraction=0.9", "env.id=pause_drill",
+    "env.modules=[drill_env]",
+]  # fmt: skip
+
+
+def found(word: str) -> list[psutil.Process]:
+    """Processes below this one whose command has this word: not their guards."""
+    below = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            line = process.cmdline()
+        except psutil.Error:
+            continue
+        if any(word in part for part in line) and "guard.py" not in " ".join(line):
+            below.append(process)
+    return below
+
+
+class Killer(threading.Thread):
+    """Kills one of the processes at random moments, whenever all of them run, ``MOMENTS`` times."""
+
+    def __init__(self, drill: Drill, word: str, whole: int, pause: float, ports: set[int]) -> None:
+        super().__init__()
+        self.killed = 0
+        self.over = threading.Event()
+        self._drill, self._word, self._whole, self._pause, self._ports = drill, word, whole, pause, ports
+
+    def run(self) -> None:
+        rng, seen = self._drill.rng, set[int]()
+        while self.killed < MOMENTS and not self.over.wait(rng.uniform(0.0, self._pause)):
+            processes = [p for p in found(self._word) if p.pid not in seen and _listens(p, self._ports)]
+            if len(processes) < self._whole:
+                self.over.wait(0.1)
+                continue
+            victim = rng.choice(processes)
+            seen.add(victim.pid)
+            victim.kill()
+            self.killed += 1
+
+
+def _listens(process: psutil.Process, ports: set[int]) -> bool:
+    """Whether it serves already; notes its ports."""
+    try:
+        own = [c.laddr.port for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    except psutil.Error:
+        return False
+    ports.update(own)
+    return bool(own)
+
+
+def run_under(settings: Any, killer: Killer) -> Counter[str]:
+    """Start the run again and again until the killer is done; why it stopped in between."""
+    stopped: Counter[str] = Counter()
+    killer.start()
+    try:
+        for _ in range(STARTS):
+            try:
+                train(settings, [Until(lambda: not killer.is_alive())])
+            except (InferenceError, PublishError, BudgetExceededError) as error:
+                stopped[cause(error)] += 1
+                continue
+            return stopped
+        raise AssertionError(f"not done after {STARTS} starts: {stopped}")
+    finally:
+        killer.over.set()
+        killer.join()
+
+
+def judge(drill: Drill, killed: int, stopped: Counter[str], run_dir: Path) -> None:
+    """The books, and the outcomes."""
+    sound(run_dir)
+    versions_are_known(run_dir)
+    for why, times in stopped.items():
+        drill.happened(f"stopped ({why}); resumed", times)
+    drill.happened("the run went on", max(killed - stopped.total(), 0))
+    reader = LedgerReader(run_dir)
+    drill.notes["steps"] = len(reader.events("step", live_only=True))
+    lost = [r for r in reader.trajectories(phase="train") if r.disposition == "superseded"]
+    drill.notes["attempts_superseded"] = len(lost)
+
+
+def test_an_engine(tiny_dir: Path, tmp_path: Path) -> None:
+    injected = "signal 9 to a random one of two engine processes, at a random moment in which one serves"
+    with drilling("kill an engine", injected) as drill:
+        with drill.nothing_left() as ports:
+            killer = Killer(drill, "serve", 1, 3.0, ports)
+            settings = tiny_settings(tiny_dir, tmp_path / "r", *REPLICAS, "inference.router.process=client")
+            stopped = run_under(settings, killer)
+        judge(drill, killer.killed, stopped, tmp_path / "r")
+        told = [e.data["message"] for e in LedgerReader(tmp_path / "r").events("warning")]
+        downs = [text for text in told if "is down" in text and "by signal 9" in text]
+        assert len(downs) + stopped.total() >= killer.killed, "a death that the ledger does not tell of"
+
+
+@pytest.mark.skipif(not router_installed(), reason="the wheel vllm-router is not installed")
+def test_the_router(tiny_dir: Path, tmp_path: Path) -> None:
+    injected = "signal 9 to vllm-router at a random moment in which it serves two engine processes"
+    with drilling("kill the router", injected) as drill:
+        with drill.nothing_left() as ports:
+            killer = Killer(drill, "vllm_router", 1, 2.0, ports)
+            settings = tiny_settings(tiny_dir, tmp_path / "r", *REPLICAS, "rollout.failures.attempts=2")
+            stopped = run_under(settings, killer)
+        judge(drill, killer.killed, stopped, tmp_path / "r")
+        told = [e.data["message"] for e in LedgerReader(tmp_path / "r").events("warning")]
+        assert len([text for text in told if "router" in text]) + stopped.total() >= killer.killed, told
