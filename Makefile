@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 SEED   ?= 0
 FULL   ?=
 
-.PHONY: setup quickstart test test-vllm lint types docs drill bench-router bench-trl bench-decode bench-learning bench-simulate bench-sync compare-peers results clean
+.PHONY: setup quickstart test test-vllm lint types docs drill bench-router bench-trl bench-async bench-decode bench-learning bench-simulate bench-sync compare-peers results clean
 
 setup: $(STAMP)
 
@@ -50,6 +50,10 @@ bench-trl: $(STAMP)
 # Every preset on a small task, and corrections against stale samples; writes benchmarks/results/learning.json.
 bench-learning: $(STAMP)
 	$(BIN)/python benchmarks/learning.py
+
+# Synchronous against asynchronous training on two cores; writes benchmarks/results/async.json.  Needs an idle machine.
+bench-async: $(STAMP)
+	$(BIN)/python benchmarks/async_vs_sync.py
 
 bench-decode: $(STAMP)
 	$(BIN)/python benchmarks/decode.py
