@@ -1,7 +1,7 @@
 """Does every preset learn, and which corrections hold up when samples are stale?
 
     python benchmarks/learning.py                 # everything (make bench-learning)
-    python benchmarks/learning.py --presets grpo ppo --seeds 3 --no-staleness
+    python benchmarks/learning.py --presets grpo ppo --seeds 3 --tasks   # these presets, no stale samples
 
 A tiny random model answers fixed prompts in one turn and earns the share of its characters that come before 'a'
 (blanks, digits, capitals, punctuation).  Every part is the library's: engine, turn loop, filters, update, publisher.
@@ -288,17 +288,41 @@ async def bench_presets(names: Sequence[str], seeds: int, folder: Path) -> dict[
     return found
 
 
-async def bench_staleness(seeds: int, folder: Path, task: str) -> dict[str, Any]:
-    """Corrections x lags on one task."""
+async def bench_staleness(
+    seeds: int, folder: Path, task: str, table: dict[str, Any], write: Callable[[], None]
+) -> None:
+    """Corrections x lags on one task, into ``table``; ``write`` is called after each cell."""
     models = [tiny_model_dir(folder / f"{task}{s}", seed=s) for s in range(seeds)]
-    table: dict[str, Any] = {}
     for correction, overrides in CORRECTIONS.items():
         for lag in LAGS:
             given = [*overrides, f"training.optimizer.lr={LAG_RATE}"]
             outcomes = [await run(model, given, seed, LAG_STEPS, lag, task) for seed, model in enumerate(models)]
             table.setdefault(correction, {})[str(lag)] = summary(outcomes)
             show(f"{task}: {correction}, lag {lag}", table[correction][str(lag)])
-    return table
+            write()
+
+
+def cell(result: Mapping[str, Any]) -> str:
+    """A gain with its interval."""
+    low, high = result["gain_interval_95"]
+    return f"{result['gain_mean']:+.2f} [{low:+.2f}, {high:+.2f}]"
+
+
+def tables(record: Mapping[str, Any]) -> str:
+    """The record as the Markdown of docs/algorithms.md."""
+    rows = ["| preset | reward before | after | gain [95 %] |", "|---|---|---|---|"]
+    rows += [
+        f"| `{name}` | {r['before_mean']:.2f} | {r['after_mean']:.2f} | {cell(r)} |"
+        for name, r in record["presets"].items()
+    ]
+    lags = " | ".join(f"lag {lag}" for lag in LAGS)
+    for task, table in record["staleness"]["tasks"].items():
+        rows += ["", f"| task `{task}` | {lags} |", "|---|" + "---|" * len(LAGS)]
+        rows += [
+            f"| `{correction}` | {' | '.join(cell(by_lag[str(lag)]) for lag in LAGS)} |"
+            for correction, by_lag in table.items()
+        ]
+    return "\n".join(rows)
 
 
 def machine() -> dict[str, Any]:
@@ -313,18 +337,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--presets", nargs="*", default=list(PRESETS), help="which ones; default: every registered one")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--no-staleness", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS), help="of the staleness table; default: all")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="what is not run again stays in it as it is")
+    parser.add_argument("--tables", action="store_true", help="print the record as Markdown and run nothing")
     options = parser.parse_args()
+    if options.tables:
+        print(tables(json.loads(options.out.read_text())))
+        return
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(prefix="slipstream-learning-"))
     started = time.perf_counter()
-    result: dict[str, Any] = {
+    result: dict[str, Any] = json.loads(options.out.read_text()) if options.out.is_file() else {}
+    result |= {
         "task": "share of characters before 'a'; tiny random model, 4 prompts x 8 samples, 10 tokens, one turn",
         "machine": machine(),
         "steps": STEPS,
         "lr": RATE,
+        "staleness": {
+            "steps": LAG_STEPS,
+            "lr": LAG_RATE,
+            "lag": "publishes between the weights that sample and the weights that are updated",
+            "settings": {name: list(given) for name, given in CORRECTIONS.items()},
+            "tasks": result.get("staleness", {}).get("tasks", {}),
+        },
     }
+    result.setdefault("presets", {})
 
     def write() -> None:
         result["seconds"] = round(time.perf_counter() - started, 1)
@@ -332,17 +369,11 @@ def main() -> None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 
     try:
-        result["presets"] = asyncio.run(bench_presets(options.presets, options.seeds, folder))
-        write()  # the tables below take longer
-        if not options.no_staleness:
-            result["staleness"] = {
-                "steps": LAG_STEPS,
-                "lr": LAG_RATE,
-                "lag": "publishes between the weights that sample and the weights that are updated",
-                "settings": {name: list(given) for name, given in CORRECTIONS.items()},
-                "tasks": {task: asyncio.run(bench_staleness(options.seeds, folder, task)) for task in TASKS},
-            }
-            write()
+        result["presets"] |= asyncio.run(bench_presets(options.presets, options.seeds, folder))
+        write()
+        for task in options.tasks:
+            table = result["staleness"]["tasks"][task] = {}
+            asyncio.run(bench_staleness(options.seeds, folder, task, table, write))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     missing = [name for name, r in result["presets"].items() if not r["learns"]]

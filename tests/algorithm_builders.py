@@ -9,9 +9,9 @@ import numpy as np
 
 from slipstream.algorithms import Batch, BatchRow, LossSpec, loss_inputs, run_prepass
 from slipstream.algorithms.losses import LOSSES
-from slipstream.algorithms.objective import TOP_LOGPROBS
 from slipstream.algorithms.ops import NumpyOps
 from slipstream.trajectory import (
+    TOP_LOGPROBS,
     Completed,
     Group,
     Missing,

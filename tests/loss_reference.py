@@ -81,7 +81,9 @@ def rollout_is(t, tokens, clip_low=0.5, clip_high=4.0):
     return -r * t.adv * t.lp if 1 - clip_low < r < 1 + clip_high else 0.0
 
 
-def dppo(t, tokens, divergence="tv", delta_low=0.15, delta_high=0.15):
+def dppo(t, tokens, divergence="tv", delta_low=None, delta_high=None):
+    own = {"tv": 0.15, "kl": 0.05}[divergence]
+    delta_low, delta_high = own if delta_low is None else delta_low, own if delta_high is None else delta_high
     p, q = math.exp(min(t.lp, 0.0)), math.exp(min(t.mu, 0.0))
     if divergence == "tv":
         d = abs(p - q)

@@ -10,6 +10,7 @@ from slipstream.inference.types import GenerateRequest, GenerateResult
 from slipstream.trajectory import (
     KEPT_SETS,
     ROUTED_EXPERTS,
+    TOP_LOGPROBS,
     Completed,
     Group,
     Reward,
@@ -43,6 +44,8 @@ def trajectory(request: GenerateRequest, result: GenerateResult, reward: float) 
     side = {}
     if result.kept_sets is not None:
         side[KEPT_SETS] = SideChannel(KEPT_SETS, "token", result.kept_sets)
+    if result.top_logprobs is not None:
+        side[TOP_LOGPROBS] = SideChannel(TOP_LOGPROBS, "token", result.top_logprobs)
     before = {}
     if result.routed_experts is not None:
         routes = np.concatenate([np.full_like(result.routed_experts[:1], -1), result.routed_experts])

@@ -75,6 +75,23 @@ def test_advantages_normalised_inside_the_micro_batch():
     assert "pre-pass" in next(f.message for f in found if f.rule == "split")
 
 
+def test_a_row_statistic_that_counts_masked_tokens():
+    def ignores_masks(xp, inputs, settings):
+        gap = log_ratio(xp, inputs.logprobs, inputs.old_logprobs)
+        mean = xp.segment_mean(gap, inputs.row_index, inputs.n_rows)[inputs.row_index]
+        return LossValues(-xp.exp(mean) * inputs.advantages)
+
+    assert "off-policy mask dropped" in only(findings(ignores_masks), "masked tokens")
+
+
+def test_a_prepass_that_counts_masked_tokens():
+    def centred(inputs, settings):
+        return inputs.logprobs - inputs.logprobs.mean()
+
+    found = findings(lambda xp, i, s: LossValues(-ratio(xp, i) * i.advantages * xp.abs(i.prepass)), prepass=centred)
+    assert "inputs.live" in only(found, "masked tokens")
+
+
 def test_an_exponential_that_nothing_bounds():
     message = only(
         findings(lambda xp, i, s: LossValues(-xp.exp(i.logprobs - i.old_logprobs) * i.advantages)), "exponential"

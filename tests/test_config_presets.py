@@ -33,7 +33,7 @@ def test_every_method_has_a_preset() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_sets_known_settings_and_has_all_its_texts(name: str) -> None:
     preset = PRESETS[name]
-    assert all((preset.title, preset.formula, preset.when, preset.source))
+    assert all((preset.title, preset.formula, preset.when, preset.source, preset.figures))
     chosen = settings(name)
     for path, value in preset_leaves(name).items():
         assert path in leaves()
@@ -50,7 +50,7 @@ def test_a_preset_contradicts_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_explained_without_any_file(name: str) -> None:
     told = explain(f"algorithm.preset={name}")
-    for line in (*PRESETS[name].formula, PRESETS[name].when, PRESETS[name].source):
+    for line in (*PRESETS[name].formula, PRESETS[name].when, PRESETS[name].source, PRESETS[name].figures):
         assert line in told.description
     assert dict(told.inside).keys() == preset_leaves(name).keys()
     console = Console(width=200, record=True, file=io.StringIO())

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.algorithms import algorithm_problems
 from slipstream.config import Problem, load_settings, make_plan, read_facts
 from slipstream.inference.embedded.tiny import tiny_model_dir
 
@@ -51,6 +52,20 @@ def test_routing_replay_needs_a_mixture_of_experts(tmp_path: Path, arch: str, re
     limits = ("rollout.max_total_tokens=256", "rollout.max_prompt_tokens=64", "rollout.sampling.max_tokens_per_turn=64")
     found = problems(f"model.path={path}", "training.routing_replay=true", *limits)
     assert bool(named(found, "training.routing_replay")) == refused
+
+
+def reported(*overrides: str) -> list[tuple[str, str]]:
+    given = ["data.train=builtin:text2sql", "algorithm.loss=score_centering", *overrides]
+    return [(p.severity, p.keys[0]) for p in algorithm_problems(load_settings([], given).settings)]
+
+
+def test_a_loss_that_reads_likely_tokens_needs_an_engine_that_reports_as_many() -> None:
+    assert reported() == reported("inference.engine=vllm") == []
+    many = ("algorithm.top_logprobs=20", "inference.engine=vllm")
+    assert reported(*many) == [("error", "algorithm.top_logprobs")]
+    assert reported(*many, "inference.launch.args=[--max-logprobs,'21']") == []
+    assert reported("algorithm.top_logprobs=20") == []
+    assert reported("rollout.generator=my.module:thing") == [("warning", "rollout.generator")]
 
 
 def test_skyrls_key_means_routing_replay() -> None:

@@ -15,6 +15,7 @@ from slipstream.inference.embedded.runner import build_runner
 from slipstream.inference.embedded.tiny import tiny_model
 from slipstream.inference.fake import FakeEngine, processed_logprobs
 from slipstream.inference.server import build_app
+from slipstream.inference.wire import read_choice
 from slipstream.trajectory import SamplingSpec
 
 CUT = SamplingSpec(temperature=1.3, top_p=0.9, top_k=12)
@@ -69,6 +70,63 @@ async def test_the_fake_engine_keeps_its_support_too():
     result = await engine.generate(request(prompt(5), sampling=SamplingSpec(top_k=4), kept_sets=True, max_tokens=3))
     assert [len(kept) for kept in result.kept_sets] == [4, 4, 4]
     assert all(token in kept for token, kept in zip(result.token_ids, result.kept_sets, strict=True))
+
+
+@pytest.mark.parametrize("spec", [SamplingSpec(), SamplingSpec(temperature=0.7), SamplingSpec(top_k=3)], ids=str)
+async def test_the_head_of_every_place_is_that_of_the_sampled_distribution(spec):
+    model, _ = model_and_tokenizer()
+    async with running() as engine:
+        asked = [request(prompt(9), sampling=spec, top_logprobs=5, max_tokens=4, seed=seed) for seed in range(2)]
+        plain = request(prompt(9), sampling=spec, max_tokens=4, seed=0)
+        first, second, silent = await engine.generate_many([*asked, plain])
+    assert silent.top_logprobs is None
+    assert silent.token_ids == first.token_ids
+    rows = logits_of(model, [*asked[0].token_ids, *first.token_ids])[len(asked[0].token_ids) - 1 : -1]
+    for row, (ids, values) in zip(rows, first.top_logprobs, strict=True):
+        want = processed_logprobs(row, spec)
+        assert len(ids) == min(5, np.isfinite(want).sum())
+        assert set(ids.tolist()) == set(np.argsort(-want)[: len(ids)].tolist())
+        assert values == pytest.approx(want[ids], abs=1e-4)
+    # Two draws from one distribution report one head, whatever they drew.
+    assert first.top_logprobs[0][0].tolist() == second.top_logprobs[0][0].tolist()
+
+
+@pytest.mark.parametrize("spec", [SamplingSpec(temperature=3.0), SamplingSpec(top_k=3)], ids=str)
+async def test_heads_survive_the_wire_whether_or_not_the_sampled_token_is_in_them(spec):
+    async with running() as engine:
+        client = HttpEngine.in_process(build_app(engine, None))
+        asked = request(prompt(9), sampling=spec, top_logprobs=4, max_tokens=8)
+        here, there = await engine.generate(asked), await client.generate(asked)
+        parts = [part async for part in client.stream(asked)]
+    inside = [token in ids for token, (ids, _) in zip(here.token_ids, here.top_logprobs, strict=True)]
+    assert all(inside) == (spec.top_k == 3)
+    for found in (there.top_logprobs, [head for part in parts for head in part.top_logprobs]):
+        for (ids, values), (want_ids, want_values) in zip(found, here.top_logprobs, strict=True):
+            assert ids.tolist() == want_ids.tolist()
+            np.testing.assert_allclose(values, want_values, rtol=1e-6)
+
+
+def test_candidates_that_are_named_by_text_are_refused():
+    asked = request(prompt(3), top_logprobs=2)
+    row = {"token": "the", "logprob": -0.5, "top_logprobs": [{"token": "the", "logprob": -0.5}]}
+    choice = {"token_ids": [4], "logprobs": {"content": [row]}, "finish_reason": "length"}
+    with pytest.raises(InferenceError, match="--return-tokens-as-token-ids"):
+        read_choice(asked, choice, {}, "http://x")
+    row["top_logprobs"] = []
+    with pytest.raises(InferenceError, match="--max-logprobs"):
+        read_choice(asked, choice, {}, "http://x")
+    # vLLM fills up with ids that cannot be drawn.
+    row["top_logprobs"] = [{"token": "token_id:4", "logprob": -0.5}, {"token": "token_id:0", "logprob": -9999.0}]
+    ids, values = read_choice(asked, choice, {}, "http://x").top_logprobs[0]
+    assert (ids.tolist(), values.tolist()) == ([4], [-0.5])
+
+
+async def test_the_fake_engine_reports_heads_too():
+    engine = FakeEngine(300, scale=4.0)
+    await engine.start()
+    result = await engine.generate(request(prompt(5), top_logprobs=3, max_tokens=2))
+    assert [len(ids) for ids, _ in result.top_logprobs] == [3, 3]
+    assert all(values[0] >= values[-1] for _, values in result.top_logprobs)
 
 
 def routes_of(model, ids):

@@ -49,14 +49,14 @@ def test_frequencies_match_the_reported_distribution(spec):
     seen, output = [3, 4, 5, 200], [5, 5, 9]
     want = np.exp(processed_logprobs(logits, spec, seen, output))
     rows = torch.tensor(logits, dtype=torch.float32).expand(20000, -1)
-    tokens, logprobs, _ = sample(rows, draws(spec, 20000, seen, output))
+    tokens, logprobs, *_ = zip(*sample(rows, draws(spec, 20000, seen, output)), strict=True)
     counts = np.bincount(tokens, minlength=300)
     assert not counts[want == 0].any()
     statistic, freedom = chi_square(counts, want)
     # Wilson and Hilferty: the cube root is nearly normal; 4 standard deviations.
     limit = freedom * (1 - 2 / (9 * freedom) + 4 * math.sqrt(2 / (9 * freedom))) ** 3
     assert statistic < limit
-    assert logprobs == pytest.approx(np.log(want[tokens]), abs=1e-5)
+    assert logprobs == pytest.approx(np.log(want[list(tokens)]), abs=1e-5)
 
 
 def test_every_kept_token_has_its_share_of_the_noise():
@@ -84,7 +84,7 @@ def test_extreme_noise_never_picks_an_impossible_token():
 
 def test_ties_at_the_threshold_stay_together():
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
-    tokens = {sample(logits, [d])[0][0] for d in draws(SamplingSpec(top_k=2), 200)}
+    tokens = {sample(logits, [d])[0].token for d in draws(SamplingSpec(top_k=2), 200)}
     assert tokens == {0, 1, 2, 3}
 
 
@@ -93,8 +93,8 @@ def test_top_p_looks_at_all_tokens_when_the_largest_do_not_hold_the_mass():
     logits[0, 0] = 1.0
     logits -= torch.arange(5000) * 1e-5
     kept = processed_logprobs(logits[0].double().numpy(), SamplingSpec(top_p=0.9))
-    tokens, logprobs, _ = sample(logits.expand(50, -1), draws(SamplingSpec(top_p=0.9), 50))
-    assert logprobs == pytest.approx(kept[tokens], abs=1e-4)
+    tokens, logprobs, *_ = zip(*sample(logits.expand(50, -1), draws(SamplingSpec(top_p=0.9), 50)), strict=True)
+    assert logprobs == pytest.approx(kept[list(tokens)], abs=1e-4)
     assert max(tokens) > 1024
 
 
@@ -118,7 +118,7 @@ def test_noise_is_pinned():
 
 def test_banned_tokens_leave_the_distribution():
     logits = torch.zeros(64, 4)
-    tokens, logprobs, _ = sample(logits, draws(SamplingSpec(), 64, banned=(1, 3)))
+    tokens, logprobs, *_ = zip(*sample(logits, draws(SamplingSpec(), 64, banned=(1, 3))), strict=True)
     assert set(tokens) == {0, 2}
     assert logprobs == pytest.approx([math.log(0.5)] * 64)
 

@@ -87,7 +87,7 @@ async def test_answer_is_the_same_over_http_and_in_process():
         ("/inference/v1/generate", {"token_ids": [999], "sampling_params": {}}, "token ids"),
         ("/inference/v1/generate", {"token_ids": [1] * 256, "sampling_params": {}}, "256 tokens"),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"temperature": -1}}, "temperature"),
-        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"logprobs": 5}}, "logprobs"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"logprobs": 5000}}, "logprobs"),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "x"}], "logit_bias": {"1": 2}},

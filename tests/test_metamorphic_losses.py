@@ -171,6 +171,45 @@ def test_what_masked_slots_hold_reaches_neither_value_nor_gradient(name, fill):
         assert not got[1][row.row_id][~row.trained_T].any()
 
 
+def without_second_token(batch: Batch, count: bool = False) -> Batch:
+    """As an off-policy mask leaves it: the second trained token of every row weighs nothing."""
+    rows = []
+    for row in batch.rows:
+        dropped = row.trained_T & (np.cumsum(row.trained_T) == 2)
+        rows.append(replace(row, dropped_T=dropped, dropped_count=count))
+    return Batch(reweigh(rows, "token_mean"))
+
+
+@every_loss
+def test_what_a_mask_dropped_has_no_vote(name):
+    batch = without_second_token(random_batch(23))
+    gone = [row.dropped_T[row.trained_T] for row in batch.rows]
+    assert any(mask.any() and not mask.all() for mask in gone)
+    spec, logprobs = full_spec(batch, name), per_row(batch, 24)
+
+    def moved(values):
+        return [np.where(mask, own - 1.5, own) for mask, own in zip(gone, values, strict=True)]
+
+    per_token = ("old_logprobs", "ref_logprobs", "teacher_logprobs", "old_values", "returns", "coefficients")
+    changed = replace(spec, **{field: moved(getattr(spec, field)) for field in per_token})
+    want, got = evaluate(batch, spec, logprobs), evaluate(batch, changed, moved(logprobs))
+    assert_same(want, got)
+    for row, mask in zip(batch.rows, gone, strict=True):
+        assert not want[1][row.row_id][mask].any()
+
+
+def test_a_sequence_ratio_is_that_of_the_kept_tokens():
+    """GSPO's geometric mean over a row without its dropped token is the one of the row that never had it."""
+    rows = [batch_row("a", [1, 1, 1], advantage=1.0), batch_row("b", [1, 1], advantage=-1.0)]
+    spec = LossSpec("gspo", {"clip_low": 0.5, "clip_high": 0.5})
+    masked = without_second_token(Batch(rows))
+    short = [batch_row("a", [1, 1], advantage=1.0), batch_row("b", [1], advantage=-1.0)]
+    a = evaluate(masked, spec, [np.array([-0.8, -9.0, -1.1]), np.array([-1.2, 3.0])])
+    b = evaluate(Batch(reweigh(short, "token_mean")), spec, [np.array([-0.8, -1.1]), np.array([-1.2])])
+    assert a[0] == pytest.approx(b[0], rel=1e-12)
+    assert a[2]["loss_metrics/sequence_ratio_max"] == pytest.approx(math.exp(0.05))
+
+
 @every_loss_and_every_reduction
 def test_padding_either_side_changes_nothing(name, reduction):
     batch = Batch(reweigh(random_batch(13).rows, reduction))

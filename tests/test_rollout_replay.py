@@ -17,7 +17,7 @@ from slipstream.inference.fake import FakeEngine
 from slipstream.inference.types import GenerateRequest, GenerateResult
 from slipstream.rollout import GroupTask, Renderer, TurnGenerator
 from slipstream.training.replay import row_routes
-from slipstream.trajectory import KEPT_SETS, ROUTED_EXPERTS, Group, Origin
+from slipstream.trajectory import KEPT_SETS, ROUTED_EXPERTS, TOP_LOGPROBS, Group, Origin
 from test_rollout_episode import Interrupting
 
 TOKENIZER = ByteTokenizer()
@@ -46,14 +46,18 @@ class RoutingInterrupted(Routing, Interrupting):
     pass
 
 
-def play(engine: Any, script: Any = None, env: Any = None, *, eval: bool = False, **settings: Any) -> Group:
+def play(
+    engine: Any, script: Any = None, env: Any = None, *, eval: bool = False, top_logprobs: int = 0, **settings: Any
+) -> Group:
     maker = env or EnvMaker(lambda _: script or [step(1.0, done=True)])
     budget = FailureBudget(attempts=1, max_failed_fraction=1)
     rollout = RolloutSettings(**{"max_turns": 3, "failures": budget, **settings})
     task = GroupTask("g", "p", (user("q"), user("scratch")), "env", {}, n=2, eval=eval)
 
     async def run() -> Group:
-        generator = TurnGenerator(engine, Renderer(TOKENIZER), maker, rollout, seed=5, routed_experts=True)
+        generator = TurnGenerator(
+            engine, Renderer(TOKENIZER), maker, rollout, seed=5, routed_experts=True, top_logprobs=top_logprobs
+        )
         try:
             return await generator.generate_group(task)
         finally:
@@ -118,6 +122,16 @@ def test_kept_sets_are_asked_for_where_a_truncated_sample_is_trained(eval: bool)
             assert all(
                 token in own and len(own) == 5 for token, own in zip(row.targets_T[row.trained_T], kept, strict=True)
             )
+
+
+@pytest.mark.parametrize("eval", [False, True])
+def test_heads_are_asked_for_where_a_sample_is_trained(eval: bool) -> None:
+    engine = FakeEngine(VOCAB, eos_token_ids=(EOS,), tokenizer=TOKENIZER, scale=3.0)
+    group = play(engine, eval=eval, top_logprobs=4)
+    assert {request.top_logprobs for request in engine.requests} == {0 if eval else 4}
+    for member in group.members:
+        for span in member.sampled_spans():
+            assert (TOP_LOGPROBS in span.side) == (not eval)
 
 
 def test_whole_distributions_have_no_kept_sets() -> None:

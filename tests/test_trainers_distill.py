@@ -153,3 +153,23 @@ async def test_a_local_teacher_needs_the_students_vocabulary(teacher_dir: Path) 
 
     with pytest.raises(SettingsError, match=r"differs from the student's in 1 tokens \(for example 'extra'\)"):
         await check_teacher(settings, Other(), 60)
+
+
+def test_a_run_learns_from_a_served_teacher_as_from_a_local_one(
+    served: str, teacher_dir: Path, tiny_dir: Path, tmp_path: Path
+) -> None:
+    def gaps(name: str, *teacher: str) -> list[float]:
+        settings = tiny_settings(
+            tiny_dir, tmp_path / name, "algorithm.preset=distill", *teacher, "schedule.steps=2", "data.eval=[]",
+            "rollout.max_turns=1", "rollout.sampling.max_tokens_per_turn=6", "training.optimizer.lr=0.005",
+            "checkpoint.every_steps=0",
+        )  # fmt: skip
+        assert train(settings).finished
+        rows = LedgerReader(tmp_path / name).metrics("train")
+        assert all(row.values["policy/optimizer_steps"] == 1 for row in rows)
+        return [row.values["policy/teacher_kl"] for row in rows]
+
+    remote = gaps("remote", f"algorithm.teacher.urls=[{served}]")
+    local = gaps("local", f"algorithm.teacher.path={teacher_dir}", "algorithm.teacher.dtype=float32")
+    assert len(remote) == 2
+    assert remote == pytest.approx(local, abs=1e-3)

@@ -10,7 +10,7 @@ from run_kit import EXACT, tiny_settings, weights_digest
 from slipstream.inference.embedded.tiny import tiny_model_dir
 from slipstream.ledger import LedgerReader
 from slipstream.trainers.run import train
-from slipstream.trajectory import KEPT_SETS, ROUTED_EXPERTS, Trajectory
+from slipstream.trajectory import KEPT_SETS, ROUTED_EXPERTS, TOP_LOGPROBS, Trajectory
 from test_trainers_run import StopAt
 
 SHORT = [*EXACT, "schedule.steps=3", "checkpoint.every_steps=1", "data.eval=[]", "training.optimizer.lr=0.01"]
@@ -38,6 +38,22 @@ def test_a_run_on_truncated_samples_scores_them_as_sampled_and_resumes(tiny_dir:
         for span in member.sampled_spans():  # the record holds what was kept
             kept = span.side[KEPT_SETS].values
             assert all(token in own and len(own) <= 20 for token, own in zip(span.token_ids, kept, strict=True))
+
+
+def test_a_run_with_centred_scores_gets_its_heads_from_the_engine_and_resumes(tiny_dir: Path, tmp_path: Path) -> None:
+    chosen = [*SHORT, "algorithm.loss=score_centering", "algorithm.top_logprobs=6", "algorithm.loss_settings.cap=2.0"]
+    assert train(tiny_settings(tiny_dir, tmp_path / "whole", *chosen)).finished
+    broken = tiny_settings(tiny_dir, tmp_path / "broken", *chosen)
+    train(broken, [StopAt(2)])
+    assert train(broken).finished
+    assert weights_digest(tmp_path / "broken") == weights_digest(tmp_path / "whole")
+    for row in LedgerReader(tmp_path / "whole").metrics("train"):
+        assert 0 < row.values["policy/loss_metrics/head_mass"] < 1
+        # One set of weights, so the tail is the policy's own.
+        assert abs(row.values["policy/loss_metrics/tail_scale_mean"] - 1) < 1e-3
+    for member in trained(tmp_path / "whole"):
+        for span in member.sampled_spans():  # the record holds them
+            assert all(len(ids) == len(values) == 6 for ids, values in span.side[TOP_LOGPROBS].values)
 
 
 def test_a_run_on_a_mixture_of_experts_replays_its_routes(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from replay_kit import groups, requests
 from slipstream.algorithms.advantages import compute_advantages
@@ -22,9 +23,10 @@ from slipstream.config.settings import (
 )
 from slipstream.errors import ContractError, ModelError
 from slipstream.inference.embedded.engine import EmbeddedEngine
+from slipstream.inference.embedded.pretrained import load_causal_lm
 from slipstream.inference.embedded.tiny import tiny_model_dir
 from slipstream.training.torch_backend import TorchBackend
-from slipstream.trajectory import KEPT_SETS, ROUTED_EXPERTS, SamplingSpec
+from slipstream.trajectory import KEPT_SETS, ROUTED_EXPERTS, TOP_LOGPROBS, SamplingSpec
 
 CUT = SamplingSpec(temperature=1.3, top_p=0.9, top_k=12)
 
@@ -89,6 +91,49 @@ async def test_at_learning_rate_zero_every_replayed_ratio_is_exactly_one(model_d
             out = trainer.forward_backward("policy", batch, LossSpec("ppo_clip", old_logprobs=anchor)).result()
             assert trainer.optim_step("policy").result().applied
             assert out.metrics["loss_metrics/ratio_max"] == out.metrics["loss_metrics/ratio_min"] == 1.0
+
+
+@pytest.mark.parametrize("spec", [SamplingSpec(), CUT], ids=["whole", "cut"])
+async def test_a_centred_score_has_the_gradient_of_its_formula(model_dir, spec):
+    """Against the loss written out over transformers' own logits, float64 sums, with a sampler of other weights."""
+    path = model_dir("llama")
+    batch = await sampled(path, spec, kept_sets=True, top_logprobs=4)
+    model = load_causal_lm(path, "float32")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.05)
+    model.save_pretrained(model_dir("llama") + "-moved")
+    total = torch.zeros((), dtype=torch.float64)
+    for row in batch.rows:
+        logits = model(torch.as_tensor(row.inputs_T)[None]).logits[0].double() / row.sampling.temperature
+        for at in np.flatnonzero(row.trained_T):
+            z = logits[at]
+            if row.sampling.cut:
+                out = torch.full_like(z, -torch.inf)
+                kept = torch.as_tensor(np.asarray(row.side_T[KEPT_SETS][at], dtype=np.int64))
+                z = out.index_copy(0, kept, z[kept])
+            log_p = z.log_softmax(0)
+            ids, log_mu = (torch.as_tensor(np.asarray(part)) for part in row.side_T[TOP_LOGPROBS][at])
+            mu, p = log_mu.double().exp(), log_p[ids.long()].detach().exp()
+            rho = (1 - mu.sum()).clamp(min=0) / (1 - p.sum()).clamp(min=1e-6)
+            centre = ((mu - rho * p) * log_p[ids.long()]).sum()
+            total = total + row.weights_T[at] * row.advantages_T[at] * (centre - log_p[int(row.targets_T[at])])
+    total.backward()
+    want = {name: parameter.grad for name, parameter in model.named_parameters()}
+    with backend(model_dir("llama") + "-moved", max_tokens_per_microbatch=24) as trainer:
+        out = trainer.forward_backward("policy", batch, LossSpec("score_centering")).result()
+        got = trainer.gradients()
+    assert out.loss == pytest.approx(float(total), rel=1e-3, abs=1e-5)
+    assert 0 < out.metrics["loss_metrics/head_mass"] <= 1.0001
+    for name, gradient in got.items():
+        scale = float(want[name].abs().max())
+        torch.testing.assert_close(gradient, want[name], rtol=0, atol=2e-3 * scale + 1e-7, msg=name)
+
+
+async def test_a_batch_without_heads_is_refused(model_dir):
+    batch = await sampled(model_dir("llama"), SamplingSpec(), prompts=1)
+    with backend(model_dir("llama")) as trainer, pytest.raises(ContractError, match="lacks the sampler's most likely"):
+        trainer.forward_backward("policy", batch, LossSpec("score_centering")).result()
 
 
 async def test_mixed_rows_are_each_scored_under_their_own_support(model_dir):

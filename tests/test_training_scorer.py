@@ -52,6 +52,23 @@ def test_logprobs_alone_have_the_same_gradient():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("entropy", [False, True])
+def test_several_ids_in_each_place_have_the_gradient_of_plain_torch(entropy):
+    leaves, targets, temperature, mix = inputs()
+    beside = torch.stack([targets, (targets + 1) % 37, targets], 1)  # an id may come twice
+    z = torch.nn.functional.linear(leaves[0], leaves[1], leaves[2]) / temperature[:, None]
+    want = z.log_softmax(-1).gather(1, beside)
+    head = Head(leaves[1], leaves[2])
+    got, spread = score_tokens(leaves[0], head, beside, temperature, chunk=4, entropy=entropy)
+    torch.testing.assert_close(got, want)
+    slopes = torch.randn(want.shape)
+    extra = [(mix[0] * h).sum() for h in (spread, plain(*leaves, targets, temperature)[1])] if entropy else [0, 0]
+    got_grads = torch.autograd.grad((slopes * got).sum() + extra[0], leaves)
+    want_grads = torch.autograd.grad((slopes * want).sum() + extra[1], leaves)
+    for a, b in zip(got_grads, want_grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_a_frozen_head_gets_no_gradient():
     leaves, targets, temperature, _ = inputs()
     head = Head(leaves[1].detach(), leaves[2].detach())

@@ -22,7 +22,7 @@ from slipstream.algorithms.advantages import (
     turn_slots,
 )
 from slipstream.algorithms.batch import Batch, BatchRow
-from slipstream.algorithms.check import check_algorithm, loss_spec
+from slipstream.algorithms.check import algorithm_problems, check_algorithm, loss_spec
 from slipstream.algorithms.compile import Minibatch, compile_batch, row_segments, split_minibatches
 from slipstream.algorithms.filters import (
     Decision,
@@ -62,6 +62,7 @@ __all__ = [
     "Ops",
     "ReductionSpec",
     "ScoredGroup",
+    "algorithm_problems",
     "apply_filters",
     "apply_kl_to_rewards",
     "check_algorithm",

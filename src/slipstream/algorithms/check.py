@@ -1,6 +1,6 @@
 """Planning: algorithm settings that cannot mean what they say are refused before any model loads.
 
-Owns: ``check_algorithm`` and ``loss_spec`` (settings to a ``LossSpec``).  Refuses: running anything.
+Owns: ``check_algorithm``, ``algorithm_problems`` and ``loss_spec`` (settings to a ``LossSpec``).  Refuses: running anything.
 
 >>> from slipstream.config.settings import AlgorithmSettings, SamplingSettings
 >>> check_algorithm(AlgorithmSettings(), SamplingSettings(), samples_per_prompt=8)
@@ -24,11 +24,15 @@ from slipstream.algorithms.objective import LossSpec, PerRow
 from slipstream.algorithms.reduce import REDUCTIONS
 from slipstream.algorithms.registry import Registry
 from slipstream.config.problems import Problem
-from slipstream.config.settings import AlgorithmSettings, SamplingSettings
+from slipstream.config.schedule_checks import samples_ahead
+from slipstream.config.settings import AlgorithmSettings, RunSettings, SamplingSettings
 from slipstream.errors import SettingsError
 
 _SHARED = ("clip_low", "clip_high")
 """Loss settings that have a field of their own in ``AlgorithmSettings``."""
+
+_VLLM_CANDIDATES = 20
+"""vLLM's default of ``--max-logprobs``."""
 
 _OTHER_KINDS = {
     "likelihood": ("given text and ignores rewards", "use ppo_clip here; the sft section trains by likelihood"),
@@ -68,6 +72,11 @@ def loss_spec(
     )
 
 
+def reported_tokens(settings: AlgorithmSettings) -> int:
+    """How many of the most likely tokens of each place the engine has to report; 0 when the loss reads none."""
+    return settings.top_logprobs if "top_logprobs" in LOSSES.get(settings.loss).needs else 0
+
+
 def check_algorithm(
     settings: AlgorithmSettings,
     sampling: SamplingSettings,
@@ -97,6 +106,46 @@ def check_algorithm(
             )
         )
     return problems
+
+
+def algorithm_problems(settings: RunSettings) -> list[Problem]:
+    """``check_algorithm`` of a whole run, and whether its engine can report what its loss reads."""
+    if settings.schedule.steps == 0:
+        return []
+    problems = check_algorithm(
+        settings.algorithm,
+        settings.rollout.sampling,
+        samples_per_prompt=settings.rollout.samples_per_prompt,
+        prompts_per_step=settings.schedule.prompts_per_step,
+        stale=samples_ahead(settings.schedule),
+    )
+    if _refused((), partial(LOSSES.get, settings.algorithm.loss), "") is None:
+        problems += _check_reported(settings)
+    return problems
+
+
+def _check_reported(settings: RunSettings) -> Iterator[Problem]:
+    """Likely tokens come from the engine: a generator has to pass them on, a server has to be allowed to."""
+    count = reported_tokens(settings.algorithm)
+    if not count:
+        return
+    if settings.rollout.generator is not None:
+        yield Problem(
+            ("rollout.generator", "algorithm.loss"),
+            f"loss {settings.algorithm.loss!r} reads the sampler's most likely tokens, which a generator of your own "
+            "has to return itself",
+            "give each SAMPLED span its side channel top_logprobs",
+            "warning",
+        )
+    engine, args = settings.inference.engine, settings.inference.launch.args
+    if engine in ("vllm", "http") and count >= _VLLM_CANDIDATES and "--max-logprobs" not in args:
+        yield Problem(
+            ("algorithm.top_logprobs", "inference.launch.args"),
+            f"vLLM reports at most {_VLLM_CANDIDATES} candidates of a place, the sampled token included, unless it is "
+            "started with --max-logprobs",
+            f"use at most {_VLLM_CANDIDATES - 1}, or start it with --max-logprobs {count + 1}",
+            "error" if engine == "vllm" else "warning",
+        )
 
 
 def _check_stale(settings: AlgorithmSettings) -> Iterator[Problem]:

@@ -44,12 +44,11 @@ def _needs(settings: AlgorithmSettings, loss: Loss) -> Iterator[Problem]:
             f"loss {settings.loss!r} needs a teacher's log-probs, and there is no teacher",
             "set algorithm.teacher.path or algorithm.teacher.urls",
         )
-    if "top_logprobs" in loss.needs:
+    if "top_logprobs" not in loss.needs and settings.top_logprobs != AlgorithmSettings().top_logprobs:
         yield Problem(
-            ("algorithm.loss",),
-            f"loss {settings.loss!r} needs the sampler's most likely tokens of every position, which rollouts of a run "
-            "do not ask for",
-            "use a correction of algorithm.off_policy; the loss itself runs where a batch carries top_logprobs",
+            ("algorithm.top_logprobs", "algorithm.loss"),
+            f"loss {settings.loss!r} does not read the sampler's most likely tokens, so they would not be asked for",
+            "remove it, or choose a loss that reads them (score_centering)",
         )
 
 

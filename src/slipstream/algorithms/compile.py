@@ -24,14 +24,11 @@ import numpy as np
 from slipstream.algorithms.batch import Batch, BatchRow, FloatArray
 from slipstream.algorithms.reduce import ReductionSpec, reweigh
 from slipstream.errors import ContractError
-from slipstream.trajectory import Group, Missing, Origin, SamplingSpec, Span, Trajectory, WeightVersion
+from slipstream.trajectory import KEPT_SETS, Group, Missing, Origin, SamplingSpec, Span, Trajectory, WeightVersion
 
 Mode = Literal["policy", "likelihood"]
 Advantage = float | FloatArray
 """One number for the whole trajectory, or ``(S,)``: one per sampled token, in row order."""
-
-KEPT_SETS = "kept_sets"
-"""Token-aligned side channel: the ids that a truncating sampler kept, needed to train on such a token."""
 
 
 @dataclass(frozen=True)

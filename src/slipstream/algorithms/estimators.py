@@ -85,7 +85,7 @@ def rloo(groups: Sequence[ScoredGroup], settings: Mapping[str, Any]) -> dict[str
     "maxrl",
     defaults={"baseline": "mean", "mean_eps": 1e-6},
     formula="A = (s - mean) / (mean + mean_eps), rewards >= 0",
-    source="maximum-likelihood RL, as in SkyRL's maxrl estimator",
+    source="MaxRL, arXiv 2602.02710",
     use="Success rewards with many samples: a prompt counts more the rarer its success.",
 )
 def maxrl(groups: Sequence[ScoredGroup], settings: Mapping[str, Any]) -> dict[str, Advantage]:

@@ -175,10 +175,10 @@ def apply_filters(
     """Run the reward rules, then the filters, over a step's groups.
 
     ``names`` are registered filters or import paths; None is the bundled ones and ``algorithm.filters``.  Raises
-    ``ContractError`` when a filter excludes a member that does not vote (those are absent already, with their own
-    reason).
+    ``ContractError`` when a filter yields anything but exclusions, or excludes a member that does not vote (those are
+    absent already, with their own reason).
     """
-    filters = [FILTERS.get(name) for name in ((*BUNDLED, *algorithm.filters) if names is None else names)]
+    filters = {name: FILTERS.get(name) for name in ((*BUNDLED, *algorithm.filters) if names is None else names)}
     kept: list[Group] = []
     decisions: list[Decision] = []
     for group in groups:
@@ -189,10 +189,18 @@ def apply_filters(
             group, penalised = penalise_overlong(group, algorithm, rollout)
             decisions.extend(penalised)
         voters = {member.trajectory_id for member in group.voters}
-        for judge in filters:
+        for name, judge in filters.items():
             for decision in judge(group, algorithm, rollout):
+                if not isinstance(decision, Decision) or decision.action != "exclude":
+                    raise ContractError(
+                        f"filter {name!r} yields {decision!r}; a filter leaves voters out: yield "
+                        "Decision('exclude', reason, group_id, trajectory_id, tokens)"
+                    )
                 if decision.trajectory_id not in voters:
-                    raise ContractError(f"filter: {decision.trajectory_id} is no voter of group {group.group_id}")
+                    raise ContractError(
+                        f"filter {name!r}: {decision.trajectory_id} is no voter of group {group.group_id}; judge "
+                        "group.voters, the others are left out anyway"
+                    )
                 decisions.append(decision)
         kept.append(group)
     return FilterResult(tuple(kept), tuple(decisions))

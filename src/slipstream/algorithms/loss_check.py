@@ -7,6 +7,7 @@ The suite evaluates the loss on small random batches in numpy (float64) and torc
 
 * one finite value per unit, and a gradient that reaches the model's outputs;
 * the same value for a row whatever lies beside it in its micro-batch, and in whatever order;
+* no vote for tokens that an off-policy mask dropped;
 * finite values and gradients for log-ratios of +-100 and +-1000, in float32;
 * nothing read that is not declared in ``needs``, nothing changed in place, no weights, no random numbers of its own;
 * at the sampling policy, tokens with a positive advantage are made more likely.
@@ -25,10 +26,10 @@ import numpy as np
 
 from slipstream.algorithms.batch import Batch, BatchRow, FloatArray
 from slipstream.algorithms.losses import LOSSES, Loss, LossInputs, LossMetric, LossValues
-from slipstream.algorithms.objective import TOP_LOGPROBS, LossSpec, loss_inputs, run_prepass
+from slipstream.algorithms.objective import LossSpec, loss_inputs, run_prepass
 from slipstream.algorithms.ops import Ops, numpy_ops, torch_ops
 from slipstream.errors import SlipstreamError
-from slipstream.trajectory import SamplingSpec
+from slipstream.trajectory import TOP_LOGPROBS, SamplingSpec
 
 _OPTIONAL = (
     "old_logprobs",
@@ -383,6 +384,31 @@ def _rows_stand_alone(trial: _Trial) -> Iterator[Finding]:
             return
 
 
+def _dropped_tokens_have_no_vote(trial: _Trial) -> Iterator[Finding]:
+    """What an off-policy mask dropped says nothing about the tokens that are left."""
+    masks = [row.trained_T & (np.cumsum(row.trained_T) == 2) for row in trial.batch.rows]
+    rows = [replace(row, dropped_T=mask) for row, mask in zip(trial.batch.rows, masks, strict=True)]
+    masked = replace(trial, batch=replace(trial.batch, rows=rows))
+    gone = [mask[row.trained_T] for row, mask in zip(rows, masks, strict=True)]
+
+    def spread(outputs: Sequence[FloatArray]) -> Any:
+        spec = run_prepass(masked.batch, masked.spec(trial.loss.needs), lambda: outputs)
+        inputs = masked.inputs(numpy_ops(), spec, masked.everything, np.concatenate(outputs))
+        return inputs.per_token(masked.call(numpy_ops(), inputs).values, trial.loss.unit)
+
+    live = ~np.concatenate(gone)
+    moved = [np.where(mask, own - 2.0, own) for mask, own in zip(gone, trial.outputs, strict=True)]
+    here, there = spread(trial.outputs), spread(moved)
+    if not np.allclose(here[live], there[live], rtol=1e-9, atol=1e-12):
+        yield Finding(
+            "error",
+            "masked tokens",
+            "a token that an off-policy mask dropped still changes the values of others: leave it out of their "
+            "statistics. inputs.mean(xp, x, 'row') and inputs.sum do, xp.segment_mean does not; a pre-pass goes by "
+            "inputs.live",
+        )
+
+
 def _order_does_not_matter(trial: _Trial) -> Iterator[Finding]:
     order = [1, 0, 5, 4, 3, 2]
     moved = replace(trial, batch=replace(trial.batch, rows=[trial.batch.rows[i] for i in order]))
@@ -459,6 +485,7 @@ _RULES: tuple[Callable[[_Trial], Iterator[Finding]], ...] = (
     _has_gradient,
     _survives_huge_ratios,
     _rows_stand_alone,
+    _dropped_tokens_have_no_vote,
     _order_does_not_matter,
     _leaves_weights_alone,
     _changes_nothing_in_place,

@@ -32,6 +32,7 @@ from slipstream.algorithms.kl import kl_values
 from slipstream.algorithms.losses import LOSSES, LossInputs, LossValues, Reducer, Unit
 from slipstream.algorithms.ops import Array, Ops, numpy_ops
 from slipstream.errors import ContractError
+from slipstream.trajectory import TOP_LOGPROBS
 
 __all__ = ["LossInputs", "LossSpec", "Metric", "MetricAccumulator", "loss_inputs", "merge_steps", "objective"]
 
@@ -168,6 +169,8 @@ def loss_inputs(
         top_logprobs=top_logprobs,
         **given,
     )
+    if any(row.dropped_T is not None for row in picked):
+        inputs.live = xp.asarray(np.concatenate([row.weighed_T[row.trained_T] for row in picked]), like=like)
     if "noise" in loss.needs:
         inputs.noise = gather.of_rows("noise", [token_noise(row) for row in picked])
     if top_logprobs is not None:
@@ -220,22 +223,30 @@ def token_noise(row: BatchRow) -> FloatArray:
     return np.random.Generator(np.random.Philox(key=key)).random(row.n_trained)
 
 
-TOP_LOGPROBS = "top_logprobs"
-"""Token-aligned side channel: ``(ids, logprobs)`` of the sampler's most likely tokens."""
-
-
 def _top_behaviour(rows: Sequence[BatchRow], width: int) -> FloatArray:
     """``(N, K)`` from the side channel; -inf where a token reported fewer."""
     out = np.full((sum(row.n_trained for row in rows), width), -np.inf)
     at = 0
     for row in rows:
-        if TOP_LOGPROBS not in row.side_T:
-            raise ContractError(f"row {row.row_id} lacks the sampler's top log-probs; ask the engine for them")
-        for entry in np.asarray(row.side_T[TOP_LOGPROBS], dtype=object)[row.trained_T]:
-            _, logprobs = entry
+        for _, logprobs in likely_tokens(row):
             out[at, : len(logprobs)] = logprobs
             at += 1
     return out
+
+
+def likely_tokens(row: BatchRow) -> list[tuple[Sequence[int], Sequence[float]]]:
+    """``(ids, log-probs)`` of the sampler's most likely tokens in the place of each trained token.
+
+    Raises ``ContractError`` where the row does not say.
+    """
+    values = row.side_T.get(TOP_LOGPROBS)
+    found = [] if values is None else [values[i] for i in np.flatnonzero(row.trained_T)]
+    if values is None or any(entry is None for entry in found):
+        raise ContractError(
+            f"row {row.row_id} lacks the sampler's most likely tokens (side channel {TOP_LOGPROBS}); ask the engine "
+            "for them (GenerateRequest.top_logprobs)"
+        )
+    return found
 
 
 def run_prepass(batch: Batch, spec: LossSpec, logprobs: Callable[[], Sequence[FloatArray]]) -> LossSpec:

@@ -65,7 +65,7 @@ def _preset(preset: Preset) -> str:
             *settings,
             "```",
             "",
-            f"Source: {preset.source}.",
+            f"Source: {preset.source}. {preset.figures}",
             "",
         ]
     ).replace("\n\n\n", "\n\n")

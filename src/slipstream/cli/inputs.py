@@ -20,6 +20,7 @@ from slipstream.errors import DataError, SettingsError
 
 if TYPE_CHECKING:
     from slipstream.config import Loaded, Plan, Problem, RunSettings
+    from slipstream.config.settings import AlgorithmSettings
 
 COUNTED_BYTES = 64_000_000
 """A plan counts the rows of files up to this size; counting more is not cheap."""
@@ -72,6 +73,7 @@ def make_plan(loaded: Loaded, *, count: bool, environ: Mapping[str, str] = os.en
     """The plan of loaded settings, with the algorithm's problems; ``count`` reads row counts where that is cheap."""
     import psutil
 
+    from slipstream.algorithms import algorithm_problems
     from slipstream.config import environment_notes, make_plan, read_facts
 
     settings = loaded.settings
@@ -81,23 +83,8 @@ def make_plan(loaded: Loaded, *, count: bool, environ: Mapping[str, str] = os.en
         count_rows(settings.data.train, settings) if count else None,
         count_rows(settings.data.eval, settings) if count else None,
         notes=[*loaded.notes, *environment_notes(environ)],
-        problems=[*_algorithm_problems(settings), *_missing_files(settings)],
+        problems=[*algorithm_problems(settings), *_missing_files(settings)],
         memory_bytes=psutil.virtual_memory().total,
-    )
-
-
-def _algorithm_problems(settings: RunSettings) -> list[Problem]:
-    if settings.schedule.steps == 0:
-        return []
-    from slipstream.algorithms import check_algorithm
-    from slipstream.config.schedule_checks import samples_ahead
-
-    return check_algorithm(
-        settings.algorithm,
-        settings.rollout.sampling,
-        samples_per_prompt=settings.rollout.samples_per_prompt,
-        prompts_per_step=settings.schedule.prompts_per_step,
-        stale=samples_ahead(settings.schedule),
     )
 
 
@@ -216,6 +203,14 @@ def check_arguments(
         messages = read_messages(row["prompt"], where, "prompt")
         rows.append({**row, "prompt": [dict(message) for message in messages]})
     return kwargs, rows
+
+
+def algorithm_settings(modules: Sequence[str], settings: Sequence[str]) -> AlgorithmSettings:
+    """The section ``algorithm`` from ``key=value`` texts without its prefix, after importing ``modules``."""
+    from slipstream.config import load_settings
+
+    import_modules(modules)
+    return load_settings([], [f"algorithm.{text}" for text in settings]).settings.algorithm
 
 
 def key_values(settings: Sequence[str]) -> dict[str, Any]:

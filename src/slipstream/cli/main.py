@@ -33,7 +33,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train language models and agents by reinforcement learning; every trained token is traceable.",
 )
-check_app = typer.Typer(no_args_is_help=True, help="Check an environment, a loss or this machine.")
+check_app = typer.Typer(
+    no_args_is_help=True, help="Check an environment, a loss, another component, a run or this machine."
+)
 app.add_typer(check_app, name="check")
 
 Items = Annotated[
@@ -372,6 +374,52 @@ def check_loss(
 
     import_modules(module or [])
     _print_findings(loss, run_checks(loss, key_values(setting or [])))
+
+
+_MODULES = Annotated[Optional[list[str]], typer.Option("--module", help="Import first (env.modules).")]  # noqa: UP045
+_BELOW = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Option("--setting", metavar="KEY=VALUE", help="A setting of the section algorithm, without its prefix."),
+]
+
+
+@check_app.command("advantage")
+def check_advantage(
+    advantage: Annotated[str, typer.Argument(metavar="NAME|MODULE:FUNCTION", help="The estimator.")],
+    module: _MODULES = None,
+    setting: _BELOW = None,
+) -> None:
+    """Run the invariance suite on an advantage estimator: order, validity, observations; exit code 1 on errors."""
+    from slipstream.algorithms.component_check import check_advantage as run_checks
+    from slipstream.cli.inputs import algorithm_settings
+
+    _print_findings(advantage, run_checks(advantage, algorithm_settings(module or [], setting or [])))
+
+
+@check_app.command("filter")
+def check_filter(
+    name: Annotated[str, typer.Argument(metavar="NAME|MODULE:FUNCTION", help="The filter.")],
+    module: _MODULES = None,
+    setting: _BELOW = None,
+) -> None:
+    """Run the invariance suite on a filter: order, validity, state, what it records; exit code 1 on errors."""
+    from slipstream.algorithms.component_check import check_filter as run_checks
+    from slipstream.cli.inputs import algorithm_settings
+
+    _print_findings(name, run_checks(name, algorithm_settings(module or [], setting or [])))
+
+
+@check_app.command("reduction")
+def check_reduction(
+    reduction: Annotated[str, typer.Argument(metavar="NAME|MODULE:FUNCTION", help="The reduction.")],
+    module: _MODULES = None,
+    setting: _BELOW = None,
+) -> None:
+    """Run the invariance suite on a reduction: shape, order, signs; exit code 1 on errors."""
+    from slipstream.algorithms.component_check import check_reduction as run_checks
+    from slipstream.cli.inputs import algorithm_settings
+
+    _print_findings(reduction, run_checks(reduction, algorithm_settings(module or [], setting or [])))
 
 
 @check_app.command("run")

@@ -164,6 +164,13 @@ class AlgorithmSettings(Settings):
         description="Anchor of the ratio: the sampler's log-probs, a forward pass before the update, or a point "
         "between sampler and policy by each token's age in versions.",
     )
+    top_logprobs: int = Field(
+        16,
+        ge=1,
+        le=1023,
+        description="Most likely tokens of each place that the engine reports, for a loss that reads them "
+        "(score_centering).",
+    )
     off_policy: OffPolicySettings = Field(OffPolicySettings(), description="Corrections of stale or foreign samples.")
 
     reduction: str = Field("token_mean", description="Reduction, how tokens are weighed: a name or an import path.")

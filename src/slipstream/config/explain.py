@@ -98,6 +98,7 @@ def _preset(name: str) -> Explanation:
     preset = PRESETS[name]
     text = "\n".join(
         [f"{preset.title} ({preset.source})", "", *(f"    {line}" for line in preset.formula), "", preset.when]
+        + [f"Figures: {preset.figures}"]
         + ([f"Needs {preset.needs} besides."] if preset.needs else [])
     )
     inside = tuple((path, show(value)) for path, value in preset_leaves(name).items())

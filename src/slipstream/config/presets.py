@@ -31,6 +31,8 @@ class Preset:
     source: str
     values: Mapping[str, Any]
     """Settings below ``algorithm``."""
+    figures: str
+    """Which numbers are the source's, and which are not."""
     needs: str = ""
     """What the user has to set besides."""
 
@@ -59,6 +61,7 @@ _ALL = (
             "kl_estimator": "k3",
             "drop_zero_variance": False,
         },
+        figures="0.04 is the paper's weight of the KL. It names no clip range: 0.2 is PPO's.",
     ),
     Preset(
         "dr_grpo",
@@ -76,6 +79,7 @@ _ALL = (
             "reduction": "seq_mean_token_sum_norm",
             "drop_zero_variance": False,
         },
+        figures="No KL, as in the paper; its clip range is PPO's 0.2.",
     ),
     Preset(
         "dapo",
@@ -100,6 +104,8 @@ _ALL = (
             "dynamic_sampling": {"kind": "filter"},
             "overlong": {"factor": 1.0},
         },
+        figures="Both clip bounds are the paper's, and so is a penalty of at most 1 that grows over the last fifth "
+        "before the limit (4,096 of 20,480 tokens). The budget of 30 draws is SkyRL's; the paper names none.",
     ),
     Preset(
         "gspo",
@@ -120,15 +126,25 @@ _ALL = (
             "clip_high": 4e-4,
             "reduction": "sequence_mean",
         },
+        figures="Both clip bounds are the paper's (its models, its four mini-batches per step).",
     ),
     Preset(
         "cispo",
         "Clipped importance weights",
-        (_GROUP, "loss_t = -stop(clip(r_t, low, high)) A log pi_t", _TOKENS),
+        (_GROUP, "loss_t = -stop(clip(r_t, 1 - clip_low, 1 + clip_high)) A log pi_t", _TOKENS),
         "Several optimiser steps per batch: a clipped token still has a gradient, so rare decisive tokens keep "
         "learning.",
         "arXiv 2506.13585",
-        {"advantage": "grpo", "normalize_by_std": True, "loss": "cispo", "reduction": "token_mean"},
+        {
+            "advantage": "grpo",
+            "normalize_by_std": True,
+            "loss": "cispo",
+            "clip_low": 1.0,
+            "clip_high": 4.0,
+            "reduction": "token_mean",
+        },
+        figures="The paper bounds ratios from above only, and does not print the bound: the cap of 5 (clip_high=4) is "
+        "SkyRL's.",
     ),
     Preset(
         "sapo",
@@ -137,6 +153,7 @@ _ALL = (
         "When hard clipping makes training jumpy: tokens far from the anchor fade out instead of being cut off.",
         "arXiv 2511.20347",
         {"advantage": "grpo", "normalize_by_std": True, "loss": "sapo", "reduction": "sequence_mean"},
+        figures="Both temperatures are the paper's.",
     ),
     Preset(
         "rloo",
@@ -160,6 +177,8 @@ _ALL = (
             "kl_estimator": "k1",
             "drop_zero_variance": False,
         },
+        figures="The paper takes one plain REINFORCE step on whole answers. The clip range (idle in one step on "
+        "fresh samples), the token mean and the KL weight of 0.03 are ours.",
     ),
     Preset(
         "reinforce_pp",
@@ -184,13 +203,15 @@ _ALL = (
             "kl_estimator": "k1",
             "drop_zero_variance": False,
         },
+        figures="The clip range is PPO's. The KL weight of 0.01 is ours: what is published for this method lies "
+        "between 0.0001 and 0.01.",
     ),
     Preset(
         "maxrl",
         "Maximum-likelihood RL",
         ("A = (s - mean s) / (mean s + 1e-6) over the group's voters, rewards >= 0", _CLIP, _TOKENS),
         "Success or failure rewards with many samples: hard prompts count more, as they do in maximum likelihood.",
-        "maximum-likelihood RL, as in SkyRL's maxrl estimator",
+        "arXiv 2602.02710",
         {
             "advantage": "maxrl",
             "loss": "ppo_clip",
@@ -198,6 +219,7 @@ _ALL = (
             "clip_high": 0.2,
             "reduction": "token_mean",
         },
+        figures="The estimator is the paper's; clip range and token mean are ours.",
     ),
     Preset(
         "ppo",
@@ -220,6 +242,8 @@ _ALL = (
             "reduction": "token_mean",
             "drop_zero_variance": False,
         },
+        figures="Clip range 0.2 and lambda 0.95 are the papers'. gamma=1 is ours, as is usual where a whole answer "
+        "is judged (the paper: 0.99). The value clip of 0.2 is that of OpenAI's implementation.",
     ),
     Preset(
         "dppo",
@@ -232,6 +256,8 @@ _ALL = (
         "Large vocabularies: rare tokens may move freely, likely ones are held back.",
         "arXiv 2602.04879",
         {"advantage": "grpo", "normalize_by_std": True, "loss": "dppo", "reduction": "token_mean"},
+        figures="The thresholds are those of the authors' own recipes: 0.15 for divergence=tv, 0.05 for "
+        "divergence=kl. SkyRL's are 0.2.",
     ),
     Preset(
         "rollout_is",
@@ -239,8 +265,16 @@ _ALL = (
         (_GROUP, "loss_t = -stop(r_t [1 - clip_low < r_t < 1 + clip_high]) A log pi_t, r against the sampler", _TOKENS),
         "Sampler and trainer that disagree (mixed precision, mixture of experts): tokens on which they do are left "
         "out.",
-        "arXiv 2602.15763",
-        {"advantage": "grpo", "normalize_by_std": True, "loss": "rollout_is", "reduction": "token_mean"},
+        "IcePop (Ring-1T), arXiv 2510.18855; arXiv 2602.15763",
+        {
+            "advantage": "grpo",
+            "normalize_by_std": True,
+            "loss": "rollout_is",
+            "clip_low": 0.5,
+            "clip_high": 4.0,
+            "reduction": "token_mean",
+        },
+        figures="The bounds, ratios of 0.5 to 5, are those published for IcePop.",
     ),
     Preset(
         "decoupled_ppo",
@@ -261,6 +295,7 @@ _ALL = (
             "old_logprobs": "recompute",
             "reduction": "token_mean",
         },
+        figures="Clip range and the cap of 5 on the behaviour weight are AReaL's; the first paper has no cap.",
     ),
     Preset(
         "distill",
@@ -279,6 +314,7 @@ _ALL = (
             "reduction": "token_mean",
             "drop_zero_variance": False,
         },
+        figures="There is nothing to tune: the loss has no bounds and no weight.",
         needs="algorithm.teacher.path or algorithm.teacher.urls",
     ),
 )

@@ -34,7 +34,14 @@ import numpy.typing as npt
 
 from slipstream.errors import InferenceError, RequestError
 from slipstream.inference.checksum import tensor_checksum
-from slipstream.inference.types import EngineInfo, FinishReason, GenerateRequest, GenerateResult, PauseMode
+from slipstream.inference.types import (
+    EngineInfo,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    PauseMode,
+    TopLogprobs,
+)
 from slipstream.trajectory import SamplingSpec, VersionRun
 
 Float64Array = npt.NDArray[np.float64]
@@ -93,6 +100,7 @@ class _Run:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     kept: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    top: list[TopLogprobs] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
     aborted: bool = False
 
@@ -323,6 +331,10 @@ class FakeEngine:
                 token = int(np.searchsorted(cumulative, target, side="right"))
         if request.kept_sets and spec.truncated and not spec.greedy:
             run.kept.append(np.flatnonzero(np.isfinite(logprobs)).astype(np.int32))
+        if request.top_logprobs:
+            best = np.argsort(-logprobs, kind="stable")[: request.top_logprobs]
+            best = best[np.isfinite(logprobs[best])]
+            run.top.append((best.astype(np.int32), np.minimum(logprobs[best], 0.0).astype(np.float32)))
         run.ids.append(token)
         run.logprobs.append(min(float(logprobs[token]), 0.0))
         run.versions.append(self._version)
@@ -373,6 +385,7 @@ class FakeEngine:
             run.cached,
             self._prompt_logprobs(run.request) if run.request.prompt_logprobs else None,
             kept_sets=tuple(run.kept) or None,
+            top_logprobs=tuple(run.top) if run.request.top_logprobs else None,
         )
 
     def _prompt_logprobs(self, request: GenerateRequest) -> tuple[float | None, ...]:

@@ -263,7 +263,7 @@ def _generate_routes(service: Service) -> APIRouter:
         def choice(index: int, result: GenerateResult, last: bool) -> dict[str, Any]:
             texts = service.token_texts(result) if as_text and logprobs and service.tokenizer is not None else None
             if as_text and texts is None:
-                texts = [f"token_id:{token}" for token in result.token_ids]
+                texts = [wire.placeholder(token) for token in result.token_ids]
             return wire.generate_choice(result, index, logprobs=logprobs, token_text=texts, last=last)
 
         def envelope(choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,8 @@ from slipstream.trajectory import SamplingSpec, VersionRun
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["abort", "wait", "keep"]
+TopLogprobs: TypeAlias = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
+"""Ids and log-probs, most likely first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,8 @@ class GenerateRequest:
     ``group_id`` is a hint that several requests share a prompt (the engine may compute it once).
     ``seed`` keys the sampling noise: token ``i`` of the output is drawn with noise ``(seed, i)``.
     ``cache_salt`` separates prefix caches; ``min_tokens`` bans stops before that many tokens.
-    ``kept_sets`` and ``routed_experts`` ask for what the trainer has to replay; see ``GenerateResult``.
+    ``kept_sets`` and ``routed_experts`` ask for what the trainer has to replay, ``top_logprobs`` for so many of the
+    most likely tokens in every place; see ``GenerateResult``.
     """
 
     request_id: str
@@ -52,12 +55,15 @@ class GenerateRequest:
     prompt_logprobs: bool = False
     kept_sets: bool = False
     routed_experts: bool = False
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         if not self.token_ids:
             raise ContractError(f"request {self.request_id}: an empty prompt cannot be continued")
         if self.max_tokens < 1:
             raise ContractError(f"request {self.request_id}: max_tokens must be >= 1, got {self.max_tokens}")
+        if self.top_logprobs < 0:
+            raise ContractError(f"request {self.request_id}: top_logprobs must be >= 0, got {self.top_logprobs}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,9 @@ class GenerateResult:
     routed_experts: npt.NDArray[np.int16] | None = field(default=None, compare=False)
     """``(prompt + output - 1, layers, top-k)``: the experts of every token that was fed, prompt first.  A mixture of
     experts only, and only on the whole result."""
+    top_logprobs: tuple[TopLogprobs, ...] | None = field(default=None, compare=False)
+    """Per token, the ``GenerateRequest.top_logprobs`` most likely tokens in its place, of those that can be drawn at
+    all; which ones does not depend on what was drawn.  None when nobody asked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,13 +29,17 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from slipstream.errors import ContractError, InferenceError, RequestError
-from slipstream.inference.types import FinishReason, GenerateRequest, GenerateResult
+from slipstream.inference.types import FinishReason, GenerateRequest, GenerateResult, TopLogprobs
 from slipstream.trajectory import SamplingSpec, VersionRun
 
 SESSION_HEADER = "X-Session-ID"
 GROUP_HEADER = "X-Group-ID"
 _SALT_LENGTH = 128
 _MOST_CHOICES = 1024
+_MOST_CANDIDATES = 1024
+_NO_MASS = -9999.0
+"""vLLM's log-prob of a candidate that cannot be drawn."""
+_PLACEHOLDER = "token_id:"
 
 TokenId = Annotated[int, Field(ge=0, strict=True)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
@@ -114,6 +118,7 @@ class SamplingFields(Wire):
         *,
         max_tokens: int | None,
         prompt_logprobs: bool = False,
+        top_logprobs: int = 0,
         cache_salt: str | None = None,
         priority: int = 0,
     ) -> list[GenerateRequest]:
@@ -139,6 +144,7 @@ class SamplingFields(Wire):
                 prompt_logprobs=prompt_logprobs,
                 kept_sets=context.kept_sets,
                 routed_experts=context.routed_experts,
+                top_logprobs=top_logprobs,
             )
             for i in range(self.n)
         ]
@@ -147,11 +153,11 @@ class SamplingFields(Wire):
 class SamplingParams(SamplingFields):
     """``sampling_params`` of the token endpoint.
 
-    ``logprobs`` of 0 or 1 asks for the sampled token's log-probability; alternatives are never reported, so more
-    is refused.  The same holds for ``prompt_logprobs``.
+    ``logprobs`` of 0 or 1 asks for the sampled token's log-probability, more for candidates too: the sampled token
+    first, then the most likely others, so many in all.  ``prompt_logprobs`` has no candidates.
     """
 
-    logprobs: int | None = Field(None, ge=0, le=1)
+    logprobs: int | None = Field(None, ge=0, le=_MOST_CANDIDATES)
     prompt_logprobs: int | None = Field(None, ge=0, le=1)
     detokenize: bool = True
 
@@ -189,6 +195,7 @@ class GenerateBody(Wire):
             context,
             max_tokens=params.max_tokens,
             prompt_logprobs=params.prompt_logprobs is not None,
+            top_logprobs=params.logprobs if params.logprobs and params.logprobs > 1 else 0,
             cache_salt=self.cache_salt,
             priority=self.priority,
         )
@@ -312,18 +319,42 @@ def versions_json(result: GenerateResult) -> list[dict[str, Any]]:
 
 def token_logprobs_json(result: GenerateResult) -> dict[str, Any]:
     """``logprobs`` with token ids (token endpoint, ``output_mode=tokens``)."""
-    pairs = zip(result.token_ids, result.logprobs, strict=True)
-    return {"content": [{"token_id": t, "logprob": lp, "rank": None, "top_logprobs": []} for t, lp in pairs]}
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        return {"token_id": token, "logprob": logprob, "rank": None}
+
+    rows = zip(result.token_ids, result.logprobs, _candidates(result), strict=True)
+    return {"content": [{**entry(t, lp), "top_logprobs": [entry(*c) for c in top]} for t, lp, top in rows]}
+
+
+def placeholder(token: int) -> str:
+    """How a token is named where only a string fits (vLLM's ``--return-tokens-as-token-ids``)."""
+    return f"{_PLACEHOLDER}{token}"
 
 
 def text_logprobs_json(result: GenerateResult, token_text: Sequence[str]) -> dict[str, Any]:
-    """``logprobs`` in the chat form: token strings and their UTF-8 bytes."""
-    rows = zip(token_text, result.logprobs, strict=True)
+    """``logprobs`` in the chat form: token strings and their UTF-8 bytes.  Candidates are named by placeholders."""
+
+    def entry(text: str, logprob: float) -> dict[str, Any]:
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    rows = zip(token_text, result.logprobs, _candidates(result), strict=True)
     return {
         "content": [
-            {"token": text, "logprob": lp, "bytes": list(text.encode()), "top_logprobs": []} for text, lp in rows
+            {**entry(text, lp), "top_logprobs": [entry(placeholder(t), v) for t, v in top]} for text, lp, top in rows
         ]
     }
+
+
+def _candidates(result: GenerateResult) -> list[list[tuple[int, float]]]:
+    """What vLLM lists for each token: the sampled one first, then the others, as many as were asked for in all."""
+    if result.top_logprobs is None:
+        return [[] for _ in result.token_ids]
+    out = []
+    for token, logprob, (ids, values) in zip(result.token_ids, result.logprobs, result.top_logprobs, strict=True):
+        others = [(t, v) for t, v in zip(ids.tolist(), values.tolist(), strict=True) if t != token]
+        out.append([(token, logprob), *others][: len(ids)])
+    return out
 
 
 def generate_choice(
@@ -381,7 +412,8 @@ def request_json(request: GenerateRequest, *, model: str | None = None, stream: 
         "stop": list(request.stop),
         "stop_token_ids": list(request.stop_token_ids),
         "ignore_eos": request.ignore_eos,
-        "logprobs": 0,
+        # One more than the head: a sampled token outside of it takes a place.
+        "logprobs": request.top_logprobs + 1 if request.top_logprobs else 0,
         "n": 1,
     }
     if request.seed is not None:
@@ -457,6 +489,39 @@ def _read_kept_sets(
     return kept
 
 
+def _read_top(
+    request: GenerateRequest, content: Sequence[Mapping[str, Any]], where: str
+) -> tuple[TopLogprobs, ...] | None:
+    """The head of every place: the most likely candidates, whichever of them was sampled."""
+    if not request.top_logprobs:
+        return None
+    heads = []
+    for row in content:
+        found = row.get("top_logprobs") or ()
+        if not found:
+            raise InferenceError(
+                f"{where}: the {request.top_logprobs} most likely tokens of each place were asked for and not "
+                "returned; vLLM reports at most --max-logprobs, which has to be one more"
+            )
+        pairs = [(_candidate_id(entry, where), float(entry["logprob"])) for entry in found]
+        best = sorted((pair for pair in pairs if pair[1] > _NO_MASS), key=lambda pair: -pair[1])[: request.top_logprobs]
+        ids = np.array([token for token, _ in best], dtype=np.int32)
+        heads.append((ids, np.array([_logprob(value, where) for _, value in best], dtype=np.float32)))
+    return tuple(heads)
+
+
+def _candidate_id(entry: Mapping[str, Any], where: str) -> int:
+    if "token_id" in entry:
+        return int(entry["token_id"])
+    name = str(entry["token"])
+    if not name.startswith(_PLACEHOLDER):
+        raise InferenceError(
+            f"{where}: the most likely tokens are named by text ({name!r}), which need not be one token; start the "
+            "server with --return-tokens-as-token-ids"
+        )
+    return int(name.removeprefix(_PLACEHOLDER))
+
+
 def _read_routes(request: GenerateRequest, tokens: int, text: Any, where: str) -> npt.NDArray[np.int16] | None:
     if not request.routed_experts or not tokens:
         return None
@@ -490,6 +555,7 @@ def read_choice(
         cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
         prompt = _read_prompt_logprobs(request, envelope.get("prompt_logprobs"), where) if last else None
         kept = _read_kept_sets(request, ids, choice.get("sampling_mask"), where)
+        top = _read_top(request, content, where)
         routes = _read_routes(request, len(ids), choice.get("routed_experts"), where) if last else None
     except (KeyError, TypeError, ValueError, ContractError) as error:
         raise InferenceError(f"{where}: the answer is not in the contract's form ({error!r})") from error
@@ -511,6 +577,7 @@ def read_choice(
         finished=last,
         kept_sets=kept,
         routed_experts=routes,
+        top_logprobs=top,
     )
 
 

@@ -41,6 +41,7 @@ from slipstream.rollout.rows import RowBuilder
 from slipstream.rollout.types import GroupTask, OnEvent, TurnCompleted, sampling_spec
 from slipstream.trajectory import (
     KEPT_SETS,
+    TOP_LOGPROBS,
     Cancelled,
     Completed,
     Failed,
@@ -79,6 +80,8 @@ class Services:
     """Told of completed turns (with the environment's snapshot, where it gives one)."""
     routed_experts: bool = False
     """Ask the engine for the experts of every token, for routing replay."""
+    top_logprobs: int = 0
+    """Ask the engine for so many of the most likely tokens in every place."""
 
 
 @dataclass(frozen=True)
@@ -350,6 +353,7 @@ class Episode:
             # What the update has to replay; an evaluation is never trained on.
             kept_sets=self._spec.cut and not job.task.eval,
             routed_experts=services.routed_experts and not job.task.eval,
+            top_logprobs=0 if job.task.eval else services.top_logprobs,
         )
         services.meter.asked()
         try:
@@ -368,6 +372,8 @@ class Episode:
             side: dict[str, SideChannel] = {}
             if result.kept_sets is not None:
                 side[KEPT_SETS] = SideChannel(KEPT_SETS, "token", result.kept_sets)
+            if result.top_logprobs is not None:
+                side[TOP_LOGPROBS] = SideChannel(TOP_LOGPROBS, "token", result.top_logprobs)
             return Span.sampled(result.token_ids, result.logprobs, result.versions, self._spec, turn, side)
         except ContractError as error:
             self._services.meter.refused += len(result.token_ids) if not self.job.task.eval else 0

@@ -92,6 +92,7 @@ class TurnGenerator:
         waves: records exact mode's waves, or repeats recorded ones.
         record_turns: tell of completed turns of training groups, with snapshots of environments that give them.
         routed_experts: ask the engine for the experts of every training token (``training.routing_replay``).
+        top_logprobs: ask the engine for so many of the most likely tokens in every place of a training sample.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class TurnGenerator:
         waves: WaveLog | None = None,
         record_turns: bool = False,
         routed_experts: bool = False,
+        top_logprobs: int = 0,
     ) -> None:
         self.engine, self.renderer, self.settings, self.seed = engine, renderer, settings, seed
         self.counters = EnvCounters()
@@ -120,7 +122,8 @@ class TurnGenerator:
         self.template: TemplateReport | None = None
         self._env_factory = env_factory
         self._engine_seconds, self._salted, self._model = engine_seconds, use_cache_salt, model
-        self._on_event, self._record_turns, self._routed_experts = on_event, record_turns, routed_experts
+        self._on_event, self._record_turns = on_event, record_turns
+        self._routed_experts, self._top_logprobs = routed_experts, top_logprobs
         self.gate = WaveGate(engine, engine_seconds, waves) if determinism == "exact" else None
         self._direct = DirectLine(engine, engine_seconds)
         self._order = itertools.count()
@@ -187,6 +190,7 @@ class TurnGenerator:
                 self._model,
                 self._on_event if self._record_turns and not task.eval else None,
                 routed_experts=self._routed_experts,
+                top_logprobs=self._top_logprobs,
             )
             members = await together([self._sample(here, i, services, lines[i]) for i in range(task.n)])
         except BaseException:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.algorithms.advantages import ADVANTAGES
+from slipstream.algorithms.check import reported_tokens
 from slipstream.algorithms.losses import LOSSES
 from slipstream.config import resolve_settings
 from slipstream.config.schedule_checks import samples_ahead
@@ -206,6 +207,7 @@ def _default_generator(parts: Parts, waves: WaveLog | None, record_turns: bool) 
         waves=waves,
         record_turns=record_turns,
         routed_experts=settings.training.routing_replay,
+        top_logprobs=reported_tokens(settings.algorithm),
     )
 
 

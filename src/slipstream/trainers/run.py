@@ -23,10 +23,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.algorithms.check import check_algorithm
+from slipstream.algorithms.check import algorithm_problems
+from slipstream.algorithms.component_check import refuse_broken
 from slipstream.algorithms.filters import apply_filters
 from slipstream.config import Plan, dump_settings, make_plan
-from slipstream.config.schedule_checks import samples_ahead
 from slipstream.config.settings import RunSettings
 from slipstream.data.sampler import Sampler
 from slipstream.inference.embedded.engine import EmbeddedEngine
@@ -64,14 +64,7 @@ def train(
 
 def check(settings: RunSettings, notes: Sequence[Any] = ()) -> Plan:
     """The plan of a run with every contradiction that can be found before a model loads."""
-    problems = check_algorithm(
-        settings.algorithm,
-        settings.rollout.sampling,
-        samples_per_prompt=settings.rollout.samples_per_prompt,
-        prompts_per_step=settings.schedule.prompts_per_step,
-        stale=samples_ahead(settings.schedule),
-    )
-    return make_plan(settings, notes=notes, problems=problems if settings.schedule.steps else ())
+    return make_plan(settings, notes=notes, problems=algorithm_problems(settings))
 
 
 class Run:
@@ -102,6 +95,8 @@ class Run:
     async def run(self) -> RunResult:
         """All phases; raises typed errors, after everything that was started has been closed."""
         check(self.settings).raise_if_refused()
+        if self.settings.schedule.steps:
+            refuse_broken(self.settings.algorithm)  # the user's own loss, estimator, reduction and filters
         self.run_dir.mkdir(parents=True, exist_ok=True)
         found = self.saver.find()
         if found is not None and found.state["progress"]["finished"]:

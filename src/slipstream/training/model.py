@@ -106,14 +106,25 @@ class PolicyModel:
         self.hf.requires_grad_(False)
 
     def score(
-        self, layout: Layout, temperature_N: Tensor, *, chunk: int, entropy: bool = False, kept: Kept | None = None
+        self,
+        layout: Layout,
+        temperature_N: Tensor,
+        *,
+        chunk: int,
+        entropy: bool = False,
+        kept: Kept | None = None,
+        beside_NK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs and entropies of the layout's trained tokens, ``(N,)`` float32.
+
+        With further ids to score in the same places (``beside_NK``) the log-probs are ``(N, 1 + K)``, theirs behind.
 
         Call inside ``attention.active_layout(layout, device)``; keep it open through ``backward``.
         """
         at_N = torch.as_tensor(layout.at_N, device=self.device)
         targets_N = torch.as_tensor(layout.targets_N, device=self.device)
+        if beside_NK is not None:
+            targets_N = torch.cat((targets_N[:, None], beside_NK), 1)
         hidden_ND = self.hidden(layout).index_select(0, at_N)
         head = self.head()
         return score_tokens(hidden_ND, head, targets_N, temperature_N, chunk=chunk, entropy=entropy, kept=kept)

@@ -25,7 +25,7 @@ from slipstream.training.attention import active_layout
 from slipstream.training.critic import Critic
 from slipstream.training.layout import Layout, plan_layouts
 from slipstream.training.model import PolicyModel
-from slipstream.training.replay import check_sampling, kept_sets, layout_routes, route_keys, row_routes
+from slipstream.training.replay import check_sampling, kept_sets, layout_routes, route_keys, row_routes, top_ids
 from slipstream.training.routing import RoutingReplay
 
 
@@ -67,18 +67,24 @@ class Pass:
                 stack.enter_context(self._routing.active(routes_TLK))
             yield
 
-    def outputs(self, layout: Layout, *, entropy: bool = False) -> dict[str, Tensor]:
-        """The model's outputs for the trained tokens, each ``(N,)`` float32, under the names of ``loss_inputs``."""
+    def outputs(self, layout: Layout, *, entropy: bool = False, top: bool = False) -> dict[str, Tensor]:
+        """The model's outputs for the trained tokens, each ``(N,)`` float32, under the names of ``loss_inputs``.
+
+        ``top`` adds ``top_logprobs``, ``(N, K)``: the model's log-probs of the sampler's most likely tokens.
+        """
         if self._critic is not None:
             return {"values": self._critic.values(layout)}
+        rows = self.batch.rows
         logprobs, spread = self.model.score(
             layout,
             self._temperature(layout),
             chunk=self._training.logprob_chunk_tokens,
             entropy=entropy,
-            kept=kept_sets(self.batch.rows, layout, self._device),
+            kept=kept_sets(rows, layout, self._device),
+            beside_NK=top_ids(rows, layout, self._device) if top else None,
         )
-        return {"logprobs": logprobs} if spread is None else {"logprobs": logprobs, "entropy": spread}
+        out = {"logprobs": logprobs[:, 0], "top_logprobs": logprobs[:, 1:]} if top else {"logprobs": logprobs}
+        return out if spread is None else {**out, "entropy": spread}
 
     def _temperature(self, layout: Layout) -> Tensor:
         per_row = [self.batch.rows[i].sampling.temperature for i in layout.row_ids_R]
@@ -86,7 +92,10 @@ class Pass:
 
 
 class RowValues:
-    """Per-row float64 arrays in batch order by output name, filled layout by layout; a row without news stays empty."""
+    """Per-row float64 arrays in batch order by output name, filled layout by layout; a row without news stays empty.
+
+    What has several numbers in each place has them in the second dimension.
+    """
 
     def __init__(self, batch: Batch) -> None:
         self._rows = len(batch.rows)

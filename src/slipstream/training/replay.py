@@ -1,4 +1,4 @@
-"""What an engine decided while it sampled, as tensors for the update: kept sets, and the experts of each input.
+"""What an engine knew while it sampled, as tensors for the update: kept sets, likely tokens, each input's experts.
 
 Owns: reading the side channels of a batch's rows, checking them, gathering them for a layout.
 Refuses: rows whose sampling cannot be replayed; restricted scores themselves (``scorer``), routers (``routing``).
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from slipstream.algorithms.batch import BatchRow, IntArray
+from slipstream.algorithms.objective import likely_tokens
 from slipstream.errors import ContractError
 from slipstream.training.layout import Layout
 from slipstream.training.scorer import Kept
@@ -76,6 +77,19 @@ def kept_sets(rows: Sequence[BatchRow], layout: Layout, device: torch.device) ->
     edges = np.concatenate([[0], np.cumsum(sizes)]).tolist()
     as_tensor = (torch.as_tensor(part, device=device) for part in (ids, token, limited))
     return Kept(*as_tensor, edges)
+
+
+def top_ids(rows: Sequence[BatchRow], layout: Layout, device: torch.device) -> Tensor:
+    """``(N, K)`` int64: the ids that the sampler held most likely in the place of each trained token of a layout.
+
+    ``K`` is the longest list of the whole batch; shorter ones are filled with id 0, which a loss knows by the sampler's
+    log-prob of -inf.  Raises ``ContractError`` where a row does not say.
+    """
+    width = max((len(ids) for row in rows for ids, _ in likely_tokens(row)), default=0)
+    out = np.zeros((len(layout.at_N), width), dtype=np.int64)
+    for place, (ids, _) in enumerate(entry for i in layout.row_ids_R for entry in likely_tokens(rows[i])):
+        out[place, : len(ids)] = ids
+    return torch.as_tensor(out, device=device)
 
 
 def row_routes(row: BatchRow, layers: int, top_k: int) -> Routes | None:

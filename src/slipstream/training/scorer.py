@@ -10,7 +10,7 @@ Formulas, with ``z = cap(h W^T + b) / temperature``, ``p = softmax(z)``, ``H = -
 ``d log p_target / dz = onehot - p`` and ``dH/dz = -p (log p + H)``, where ``p = 0`` contributes 0 even when
 ``log p = -inf``.  Under a kept set, ``z = -inf`` for every other id, so its probability and gradient are exactly 0.
 
-Shape legend: ``N`` tokens, ``D`` hidden size, ``V`` vocabulary.
+Shape legend: ``N`` tokens, ``M`` ids scored in each place, ``D`` hidden size, ``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -69,28 +69,29 @@ class Kept:
 def score_tokens(
     hidden_ND: Tensor,
     head: Head,
-    targets_N: Tensor,
+    targets: Tensor,
     temperature_N: Tensor,
     *,
     chunk: int = 512,
     entropy: bool = False,
     kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Float32 log-probs (and entropies) of ``targets_N`` under ``temperature_N``, differentiable.
+    """Float32 log-probs of ``targets``, in their shape, and entropies (N,), under ``temperature_N``; differentiable.
 
     Args:
         hidden_ND: last hidden state at the predicting positions.
         head: the projection; its gradient is computed only where it requires one.
-        targets_N: int64 ids.
+        targets: int64 ids, ``(N,)`` or several in each place, ``(N, M)``.
         temperature_N: float32, > 0; logits are divided by it.
         chunk: tokens projected together.
         entropy: also return the entropy of each predicting distribution.
         kept: the ids over which each token's distribution is normalised; None is the whole vocabulary.
     """
-    logprobs, entropies = _Score.apply(
-        hidden_ND, head.weight_VD, head.bias_V, targets_N, temperature_N, chunk, entropy, head, kept
+    targets_NM = targets if targets.ndim == 2 else targets[:, None]
+    logprobs_NM, entropies = _Score.apply(
+        hidden_ND, head.weight_VD, head.bias_V, targets_NM, temperature_N, chunk, entropy, head, kept
     )
-    return logprobs, entropies if entropy else None
+    return logprobs_NM if targets.ndim == 2 else logprobs_NM[:, 0], entropies if entropy else None
 
 
 def _scratch(weight: Tensor, rows: int) -> Tensor | None:
@@ -133,7 +134,8 @@ class _Score(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         total, vocab, softcap = hidden.shape[0], weight.shape[0], head.softcap
         step = max(1, _SLICE_ELEMENTS // vocab)
-        lse, picked, entropies = (torch.zeros(total, dtype=torch.float32, device=hidden.device) for _ in range(3))
+        lse, entropies = (torch.zeros(total, dtype=torch.float32, device=hidden.device) for _ in range(2))
+        picked = torch.zeros(targets.shape, dtype=torch.float32, device=hidden.device)
         raw, scratch = None, _scratch(weight, min(chunk, total))
         for start in range(0, total, chunk):
             raw = _project(hidden[start : start + chunk], weight, bias, scratch)
@@ -142,7 +144,7 @@ class _Score(torch.autograd.Function):
                 z = _logits(raw[low : low + step], temperature[at], softcap)
                 if kept is not None:
                     kept.restrict_(z, at.start)
-                picked[at] = z.gather(1, targets[at, None])[:, 0]
+                picked[at] = z.gather(1, targets[at])
                 top = z.amax(1, keepdim=True)
                 if entropy:
                     p = (z - top).exp_()
@@ -158,7 +160,7 @@ class _Score(torch.autograd.Function):
         ctx.chunk, ctx.entropy, ctx.step, ctx.kept = chunk, entropy, step, kept
         # The parameter itself, by which a sink knows it.
         ctx.head, ctx.softcap = head, softcap
-        return picked - lse, entropies
+        return picked - lse[:, None], entropies
 
     @staticmethod
     def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
@@ -225,14 +227,15 @@ def _logit_gradient(
         slope = 1 - (z * (temperature[:, None] / softcap)).square_()
     if kept is not None:
         kept[0].restrict_(z, kept[1])  # after the slope, which has to stay finite
+    total = -grad_logprob.sum(1, keepdim=True)
     if entropy is None:
-        z.sub_(lse[:, None]).exp_().mul_(-grad_logprob[:, None])
+        z.sub_(lse[:, None]).exp_().mul_(total)
     else:
         grad_entropy, value = entropy
         log_p = z.sub_(lse[:, None])
         p = log_p.exp()
         surprise = torch.where(p > 0, log_p + value[:, None], 0.0)
-        z = p.mul_(-grad_logprob[:, None] - grad_entropy[:, None] * surprise)
-    z.scatter_add_(1, targets[:, None], grad_logprob[:, None])
+        z = p.mul_(total - grad_entropy[:, None] * surprise)
+    z.scatter_add_(1, targets, grad_logprob)
     z.div_(temperature[:, None])
     return z.mul_(slope) if slope is not None else z

@@ -86,6 +86,10 @@ ROUTED_EXPERTS = "routed_experts"
 """Side channel of a row's tokens, ``(tokens, layers, top-k)`` int16: the experts of the input that *predicts* each
 token (the token before it), as the engine chose them; -1 where the engine did not say."""
 
+TOP_LOGPROBS = "top_logprobs"
+"""Side channel of SAMPLED tokens: per token ``(ids, log-probs)`` of the tokens that the sampler held most likely in its
+place, most likely first; log-probs are of the distribution really sampled."""
+
 TEACHER_LOGPROBS = "teacher_logprobs"
 """Side channel of SAMPLED tokens: the log-prob that a teacher gives each of them, in nats."""
 

@@ -95,7 +95,8 @@ def dual_clip(xp: Ops, inputs: LossInputs, settings: Mapping[str, Any]) -> LossV
 def gspo(xp: Ops, inputs: LossInputs, settings: Mapping[str, Any]) -> LossValues:
     """Clips the row's geometric-mean ratio, ``exp(mean_t log r_t)``; each token carries its gradient; 2507.18071.
 
-    A row is what is clipped: every trained token of the row, and of that row only, enters the mean.
+    A row is what is clipped: the trained tokens of that row alone enter the mean, without those that an off-policy mask
+    dropped.
     """
     gap = log_ratio(xp, inputs.logprobs, inputs.old_logprobs)
     row_gap = xp.stop_gradient(inputs.mean(xp, gap, "row"))

@@ -87,6 +87,9 @@ class LossInputs:
     """``(N, K)``: the policy's present log-probs of the sampler's K most likely tokens."""
     top_behaviour_logprobs: Array | None = None
     """``(N, K)``: the sampler's log-probs of the same tokens; -inf where fewer than K were reported."""
+    live: Array | None = None
+    """``(N,)``: 1, and 0 for a token that an off-policy mask dropped: it is scored, weighs nothing, and has no part in
+    the mean or sum of a row, a group or the step.  None is 1 everywhere."""
     prepass: Array | None = None
     """``(N,)``: what the loss's pre-pass over the whole step returned."""
     coefficient: Array | None = None
@@ -102,12 +105,20 @@ class LossInputs:
         return {"token": self.size, "row": self.n_rows, "group": self.n_groups}[unit]
 
     def mean(self, xp: Ops, values: Array, unit: Unit) -> Array:
-        """Mean over each unit's trained tokens: ``(N,)`` to ``(R,)`` or ``(G,)``."""
-        return values if unit == "token" else xp.segment_mean(values, self._index(unit), self.units(unit))
+        """Mean over each unit's live tokens: ``(N,)`` to ``(R,)`` or ``(G,)``; 0 where a unit has none."""
+        if unit == "token":
+            return values
+        if self.live is None:
+            return xp.segment_mean(values, self._index(unit), self.units(unit))
+        count = xp.segment_sum(self.live, self._index(unit), self.units(unit))
+        return self.sum(xp, values, unit) / xp.maximum(count, 1.0)
 
     def sum(self, xp: Ops, values: Array, unit: Unit) -> Array:
-        """Sum over each unit's trained tokens: ``(N,)`` to ``(R,)`` or ``(G,)``."""
-        return values if unit == "token" else xp.segment_sum(values, self._index(unit), self.units(unit))
+        """Sum over each unit's live tokens: ``(N,)`` to ``(R,)`` or ``(G,)``."""
+        if unit == "token":
+            return values
+        kept = values if self.live is None else xp.where(self.live > 0, values, 0.0)
+        return xp.segment_sum(kept, self._index(unit), self.units(unit))
 
     def per_token(self, values: Array, unit: Unit) -> Array:
         """One value per unit, spread over its tokens: to ``(N,)``."""

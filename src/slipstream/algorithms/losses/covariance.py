@@ -30,8 +30,8 @@ from slipstream.algorithms.ops import Ops, numpy_ops
 
 
 def _covariance(inputs: LossInputs) -> tuple[FloatArray, BoolArray]:
-    """``(c, live)``: the covariance of each token, and which tokens weigh anything; means are over those alone."""
-    live = np.asarray(inputs.weights) != 0
+    """``(c, live)``: the covariance of each token, and which tokens no mask dropped; means are over those alone."""
+    live = np.ones(inputs.size, dtype=np.bool_) if inputs.live is None else np.asarray(inputs.live) > 0
     if not live.any():
         return np.zeros(inputs.size), live
     advantages, logprobs = np.asarray(inputs.advantages), np.asarray(inputs.logprobs)

@@ -32,6 +32,8 @@ from slipstream.errors import SettingsError
 
 _TINY = 1e-8
 """Keeps the binary KL finite when a probability is 1."""
+_DELTA = {"tv": 0.15, "kl": 0.05}
+"""The thresholds of DPPO's authors."""
 _LEAST_TAIL = 1e-6
 """Tail mass below which the policy's tail counts as this much."""
 
@@ -125,8 +127,9 @@ def rollout_is(xp: Ops, inputs: LossInputs, settings: Mapping[str, Any]) -> Loss
 @register_loss(
     "dppo",
     needs=("behaviour_logprobs", "advantages"),
-    defaults={"divergence": "tv", "delta_low": 0.15, "delta_high": 0.15},
-    formula="-r A M, r = pi / mu; M = 0 where the step leads away from mu and the divergence exceeds delta",
+    defaults={"divergence": "tv", "delta_low": None, "delta_high": None},
+    formula="-r A M, r = pi / mu; M = 0 where the step leads away from mu and the divergence exceeds delta "
+    "(null: 0.15 for tv, 0.05 for kl)",
     source="DPPO, arXiv 2602.04879",
     use="Large vocabularies: trusts a change of probability, not of ratio, so rare tokens are not frozen.",
 )
@@ -135,7 +138,7 @@ def dppo(xp: Ops, inputs: LossInputs, settings: Mapping[str, Any]) -> LossValues
 
     The divergence of the sampled token's binary distribution: ``tv``: ``|pi - mu|``; ``kl``:
     ``mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))``.  ``M = 0`` where ``A > 0``, ``pi > mu`` and it exceeds
-    ``delta_high``, or ``A < 0``, ``pi < mu`` and it exceeds ``delta_low``.
+    ``delta_high``, or ``A < 0``, ``pi < mu`` and it exceeds ``delta_low``; None takes the authors' threshold.
     """
     gap = log_ratio(xp, inputs.logprobs, inputs.behaviour_logprobs)
     log_pi = xp.clip(xp.stop_gradient(inputs.logprobs), None, 0.0)
@@ -147,8 +150,10 @@ def dppo(xp: Ops, inputs: LossInputs, settings: Mapping[str, Any]) -> LossValues
         divergence = rest - mu * xp.stop_gradient(gap)
     else:
         raise SettingsError(f"dppo: divergence must be 'tv' or 'kl', got {settings['divergence']!r}")
-    away_up = (inputs.advantages > 0) & (pi > mu) & (divergence > settings["delta_high"])
-    away_down = (inputs.advantages < 0) & (pi < mu) & (divergence > settings["delta_low"])
+    own = _DELTA[settings["divergence"]]
+    low, high = (own if settings[key] is None else settings[key] for key in ("delta_low", "delta_high"))
+    away_up = (inputs.advantages > 0) & (pi > mu) & (divergence > high)
+    away_down = (inputs.advantages < 0) & (pi < mu) & (divergence > low)
     masked = away_up | away_down
     metrics = {
         **ratio_metrics(xp, gap),

@@ -502,12 +502,12 @@ class EngineCore:
             place = {key: len(self.decoding) + i for i, key in enumerate(leaves)}
             index = [*range(len(self.decoding)), *(place[id(s.leaf)] for s in fresh)]
             logits = logits[torch.tensor(index, device=logits.device)]
-        tokens, logprobs, kept = sample(logits, [s.draw() for s in sequences])
-        self.totals["generation_tokens_total"] += len(tokens)
-        self._recent.append((time.monotonic(), len(tokens)))
+        drawn = sample(logits, [s.draw() for s in sequences])
+        self.totals["generation_tokens_total"] += len(drawn)
+        self._recent.append((time.monotonic(), len(drawn)))
         ended = []
-        for sequence, token, logprob, kept_set in zip(sequences, tokens, logprobs, kept, strict=True):
-            reasons = sequence.accept(token, logprob, self.version, kept_set)
+        for sequence, one in zip(sequences, drawn, strict=True):
+            reasons = sequence.accept(one, self.version)
             if reasons is None:
                 sequence.report()
             else:

@@ -1,6 +1,6 @@
 """Drawing tokens: exact distributions, keyed noise, log-probabilities of what was really sampled.
 
-Owns: penalties, bans, temperature, truncation, the draw, the log-prob, the kept set.
+Owns: penalties, bans, temperature, truncation, the draw, the log-prob, the kept set, the head.
 Refuses: stop conditions, global random state.
 
 * **Order**: penalties and bans, temperature, min-p, top-k, top-p (each on what the former left; vLLM's order).
@@ -11,6 +11,7 @@ Refuses: stop conditions, global random state.
 * **Log-prob**: of the truncated, tempered distribution, from float32 logits.  At temperature 0 the token is the
   argmax and its log-prob is that of temperature 1 (vLLM's ``processed_logprobs``).
 * **Kept set**: the ids that truncation (and bans) left, for a draw that asks and whose spec truncates.
+* **Head**: the most likely ids with their log-probs, of those that have any, for a draw that asks.
 
 >>> float(uniform(np.array([7]), np.array([0]))[0]) == float(uniform(np.array([7]), np.array([0]))[0])
 True
@@ -21,12 +22,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from slipstream.inference.types import TopLogprobs
 from slipstream.trajectory import SamplingSpec
 
 _BLOCK = 256  # the CDF is summed in blocks, then inside one block: two short searches instead of a long one
@@ -64,6 +66,7 @@ class Draw:
     output: Sequence[int]
     banned: tuple[int, ...] = ()
     report_kept: bool = False
+    report_top: int = 0
 
     @property
     def truncates(self) -> bool:
@@ -144,8 +147,18 @@ def _inverse_cdf(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 KeptSet: TypeAlias = npt.NDArray[np.int32]
 
 
-def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float], list[KeptSet | None]]:
-    """Draw one token per row of ``logits`` (M, V); returns ids, log-probs (natural, <= 0) and kept sets, ascending."""
+class Sampled(NamedTuple):
+    """A drawn token: its log-prob (natural, <= 0), and what the draw asked for beside it."""
+
+    token: int
+    logprob: float
+    kept: KeptSet | None
+    """Ascending."""
+    top: TopLogprobs | None
+
+
+def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Sampled]:
+    """Draw one token per row of ``logits`` (M, V)."""
     scaled = logits.float()
     if scaled.data_ptr() == logits.data_ptr():
         scaled = scaled.clone()  # rows are changed in place below
@@ -170,7 +183,8 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[list[int], list
         if greedy:
             tokens[greedy] = scaled[greedy].argmax(-1)
     logprobs = probs.gather(-1, tokens[:, None])[:, 0].double().log_().clamp_(max=0.0)
-    return tokens.tolist(), logprobs.tolist(), _kept_sets(scaled, draws)
+    kept, heads = _kept_sets(scaled, draws), _heads(scaled, draws)
+    return [Sampled(*row) for row in zip(tokens.tolist(), logprobs.tolist(), kept, heads, strict=True)]
 
 
 def _kept_sets(scaled: torch.Tensor, draws: Sequence[Draw]) -> list[KeptSet | None]:
@@ -179,6 +193,21 @@ def _kept_sets(scaled: torch.Tensor, draws: Sequence[Draw]) -> list[KeptSet | No
         if draw.report_kept and draw.truncates:
             kept[i] = torch.isfinite(scaled[i]).nonzero()[:, 0].to(torch.int32).cpu().numpy()
     return kept
+
+
+def _heads(scaled: torch.Tensor, draws: Sequence[Draw]) -> list[TopLogprobs | None]:
+    heads: list[TopLogprobs | None] = [None] * len(draws)
+    asking = [i for i, draw in enumerate(draws) if draw.report_top]
+    if not asking:
+        return heads
+    rows = scaled if len(asking) == len(draws) else scaled[asking]
+    found = rows.topk(min(max(draws[i].report_top for i in asking), rows.shape[-1]), -1)
+    logprobs = (found.values - torch.logsumexp(rows, -1, keepdim=True)).clamp_(max=0.0).cpu().numpy()
+    ids = found.indices.to(torch.int32).cpu().numpy()
+    for place, i in enumerate(asking):
+        size = min(draws[i].report_top, int(np.isfinite(logprobs[place]).sum()))
+        heads[i] = ids[place, :size].copy(), logprobs[place, :size].copy()
+    return heads
 
 
 def target_logprobs(logits: torch.Tensor, targets: torch.Tensor) -> list[float]:

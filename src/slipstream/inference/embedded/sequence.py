@@ -20,8 +20,8 @@ from tokenizers.decoders import DecodeStream
 
 from slipstream.errors import RequestError
 from slipstream.inference.embedded.prefix import Node, Tokens
-from slipstream.inference.embedded.sampling import Draw, KeptSet
-from slipstream.inference.types import FinishReason, GenerateRequest, GenerateResult
+from slipstream.inference.embedded.sampling import Draw, KeptSet, Sampled
+from slipstream.inference.types import FinishReason, GenerateRequest, GenerateResult, TopLogprobs
 from slipstream.trajectory import VersionRun
 
 Tokens16: TypeAlias = npt.NDArray[np.int16]
@@ -78,6 +78,7 @@ class Sequence:
         self.logprobs: list[float] = []
         self.prompt_logprobs: tuple[float | None, ...] | None = None
         self.kept: list[KeptSet | None] = []
+        self.top: list[TopLogprobs] = []
         self.routes: list[Tokens16] = []
         """Experts of the tokens fed so far, (n, layers, top-k) each: the prompt first, then token by token."""
         self._runs: list[tuple[str, int]] = []
@@ -105,17 +106,27 @@ class Sequence:
         position = len(self.output)
         banned = self._banned if position < self.request.min_tokens else ()
         request = self.request
-        return Draw(request.sampling, self.seed, position, self.prompt, self.output, banned, request.kept_sets)
+        return Draw(
+            request.sampling,
+            self.seed,
+            position,
+            self.prompt,
+            self.output,
+            banned,
+            request.kept_sets,
+            request.top_logprobs,
+        )
 
-    def accept(
-        self, token: int, logprob: float, version: str, kept: KeptSet | None = None
-    ) -> tuple[FinishReason, int | str | None] | None:
+    def accept(self, drawn: Sampled, version: str) -> tuple[FinishReason, int | str | None] | None:
         """Append a sampled token; the finish reason and stop reason if it is the last."""
-        self.kept.append(kept)
+        token = drawn.token
+        self.kept.append(drawn.kept)
+        if drawn.top is not None:
+            self.top.append(drawn.top)
         if not self._runs or self._runs[-1][0] != version:
             self._runs.append((version, len(self.output)))
         self.output.append(token)
-        self.logprobs.append(logprob)
+        self.logprobs.append(drawn.logprob)
         if token in self._stops:
             return "stop", token
         if token in self._eos:
@@ -157,6 +168,9 @@ class Sequence:
         found = tuple(kept for kept in self.kept[start:] if kept is not None)
         return found if found and len(found) == len(self.kept) - start else None
 
+    def _heads(self, start: int) -> tuple[TopLogprobs, ...] | None:
+        return tuple(self.top[start:]) if self.request.top_logprobs else None
+
     def routes_from(self, position: int) -> Tokens16 | None:
         """Experts of the fed tokens from this position on; None when the model has no routers."""
         return np.concatenate(self.routes)[position:] if self.routes else None
@@ -174,6 +188,7 @@ class Sequence:
             self.cached,
             self.prompt_logprobs,
             kept_sets=self._kept_sets(0),
+            top_logprobs=self._heads(0),
             routed_experts=self.routes_from(0) if self.request.routed_experts else None,
         )
 
@@ -197,6 +212,7 @@ class Sequence:
                 piece,
                 finished=False,
                 kept_sets=self._kept_sets(done),
+                top_logprobs=self._heads(done),
             )
         )
 
@@ -213,6 +229,7 @@ class Sequence:
             whole.cached_tokens,
             whole.prompt_logprobs,
             kept_sets=self._kept_sets(self._sent_tokens),
+            top_logprobs=self._heads(self._sent_tokens),
             routed_experts=whole.routed_experts,
         )
 

@@ -95,6 +95,8 @@ def vllm_server(
         *("--max-num-seqs", str(settings.max_batch_size)),
         # The distribution really sampled: vLLM's default reports it before temperature and truncation.
         *("--logprobs-mode", "processed_logprobs"),
+        # Candidates by id: a token's text need not be one token.
+        "--return-tokens-as-token-ids",
         # A model's generation_config must not change sampling behind the settings' back.
         *("--generation-config", "vllm"),
         # Without it the token endpoint answers 403.
