@@ -29,6 +29,8 @@ RowIndex: TypeAlias = "Tensor | slice | None"
 
 
 _WIDTH_STEP = 16  # row tokens
+_SLACK = 2 * _WIDTH_STEP
+"""Reading so many empty places costs less than copying rows out: the products want whole ones."""
 
 
 @dataclass
@@ -58,7 +60,7 @@ class DecodeBatch:
     write_index: Tensor | None = None
     mask: Tensor | None = None
     width: int = 0
-    """Row tokens that attention reads: the longest row's, rounded up; the rest of the capacity is not touched."""
+    """Row tokens that attention reads: the whole capacity, or the longest row's where that is far less."""
 
 
 class RowStore:
@@ -88,7 +90,8 @@ class RowStore:
         if rows <= self.rows and capacity <= self.capacity and not roomy:
             return
         rows = -(-rows // 8) * 8
-        capacity = -(-(capacity + capacity // 8) // 32) * 32
+        # No slack: growing copies what there is every few steps, a part of whose width would be copied in all of them.
+        capacity = -(-capacity // _WIDTH_STEP) * _WIDTH_STEP
         # Zeros, because masked places are multiplied by 0 and must be finite.
         shape = (self.layers, 2, rows, self.kv_heads, capacity, self.head_dim)
         fresh = torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -133,7 +136,9 @@ class RowStore:
         heads = torch.arange(self.kv_heads, device=self.device)[None, None, :]
         index = ((halves + rows) * self.kv_heads + heads) * self.capacity + lengths[:, None, None]
         batch.write_index = index.reshape(-1)
-        batch.width = min(self.capacity, -(-(max(batch.lengths) + 1) // _WIDTH_STEP) * _WIDTH_STEP)
+        longest = max(batch.lengths) + 1
+        full = self.capacity <= longest + _SLACK
+        batch.width = self.capacity if full else -(-longest // _WIDTH_STEP) * _WIDTH_STEP
         hidden = torch.arange(batch.width, device=self.device)[None, :] > lengths[:, None]
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -math.inf)
         batch.mask = mask.repeat_interleave(self.kv_heads, 0)[:, None, :]
