@@ -9,7 +9,7 @@ import pytest
 
 from pool_kit import family, far_pool, near_pool, request, server_process
 from slipstream.config.settings import InferenceSettings
-from slipstream.errors import InferenceError, SettingsError
+from slipstream.errors import InferenceError, PublishError, SettingsError
 from slipstream.inference.fake import FakeEngine
 from slipstream.inference.launch.router import router_installed
 from slipstream.inference.pool.build import build_pool, needs_pool
@@ -293,6 +293,65 @@ async def test_a_restarted_engine_is_brought_to_the_last_good_version_before_it_
         direct = await pool.members[0].engine.generate(request("direct"))
         assert direct.token_ids == want.token_ids
         publisher.close()
+
+
+async def test_replicas_that_were_lost_before_anything_was_published_take_the_first_publish():
+    class Sick(FakeEngine):
+        well = True
+
+        async def health(self):
+            return self.well and await super().health()
+
+    engines = [Sick(300, seed=i) for i in range(2)]
+    pool = ReplicaPool(
+        [Member(f"r{i}", engine) for i, engine in enumerate(engines)],
+        health_seconds=0.02,
+        health_failures=1,
+        recover_seconds=20.0,
+    )
+    async with pool:
+        publisher = Publisher([PooledReplica(pool, member) for member in pool.members])
+        link(pool, publisher)
+        for engine in engines:
+            engine.well = False
+        await until(lambda: all(replica.state == "quarantined" for replica in publisher.replicas))
+        twin = FakeEngine(300, seed=9)
+        publishing = asyncio.create_task(publish_to_pool(pool, publisher, lambda: twin.weights, "policy/0/1"))
+        await asyncio.sleep(0.05)
+        assert not publishing.done()
+        for engine in engines:
+            engine.well = True
+        assert {receipt.result for receipt in await publishing} == {"published"}
+        assert len((await pool.engine.generate(request("a"))).token_ids) == 4
+
+
+async def test_a_living_replica_that_took_no_weights_is_given_another_chance_at_the_next_publish():
+    class Broken(FakeEngine):
+        broken = False
+
+        async def update_weights(self, chunk):
+            if self.broken:
+                raise InferenceError("no room for weights")
+            await super().update_weights(chunk)
+
+    engines = [Broken(300, seed=i) for i in range(2)]
+    pool = ReplicaPool([Member(f"r{i}", engine) for i, engine in enumerate(engines)], recover_seconds=20.0)
+    async with pool:
+        publisher = Publisher([PooledReplica(pool, member) for member in pool.members])
+        link(pool, publisher)
+        results = []
+        for counter in (1, 2, 3):
+            engines[1].broken = counter == 2
+            twin = FakeEngine(300, seed=counter)
+            got = await publish_to_pool(pool, publisher, lambda twin=twin: twin.weights, f"policy/0/{counter}")
+            results.append([receipt.result for receipt in got])
+        assert results == [["published"] * 2, ["published", "quarantined"], ["published"] * 2]
+        engines[0].broken = engines[1].broken = True
+        with pytest.raises(PublishError):
+            await publish_to_pool(pool, publisher, lambda: twin.weights, "policy/0/4")
+        engines[0].broken = engines[1].broken = False
+        got = await publish_to_pool(pool, publisher, lambda: twin.weights, "policy/0/5")
+        assert [receipt.result for receipt in got] == ["published"] * 2
 
 
 async def test_a_member_that_cannot_start_fails_the_pool_with_its_log(tmp_path):

@@ -125,6 +125,7 @@ async def open_serving(
         stack.callback(publisher.close)
         link(pool, publisher)
         pool.on_change = lambda member: warn(f"replica {member.name} is {member.state} {member.reason}".rstrip())
+        pool.on_router = warn
         yield Serving(pool.engine, publisher, pool)
 
 

@@ -9,7 +9,8 @@ Refuses: how weights travel (the transport) and when a member is restarted (the 
     link(pool, publisher)
 
 From then on: a replica is routed to only while the publisher holds its weights for good; a member that died is
-quarantined at once, and after its restart it is brought to the last good version and verified before it answers.
+quarantined at once, and after its restart it is brought to the last good version and verified before it answers.  One
+that lives and was quarantined since it took no weights is given another chance before the next publish.
 """
 
 from __future__ import annotations
@@ -78,6 +79,13 @@ def link(pool: ReplicaPool, publisher: Publisher) -> None:
     pool.on_down, pool.resync = on_down, resync
 
 
+async def _readmit_living(pool: ReplicaPool, publisher: Publisher) -> None:
+    """Another chance for replicas that live, but whose weights could not be made good at an earlier publish."""
+    living = {member.name for member in pool.members if member.state == "up"}
+    if any(replica.state == "quarantined" and replica.name in living for replica in publisher.replicas):
+        await publisher.recover()
+
+
 async def publish_to_pool(
     pool: ReplicaPool,
     publisher: Publisher,
@@ -103,8 +111,9 @@ async def publish_to_pool(
     try:
         async with asyncio.timeout(seconds):
             for left in reversed(range(attempts)):
-                if all(replica.state == "quarantined" for replica in publisher.replicas):
-                    await pool.wait_routable()
+                await _readmit_living(pool, publisher)
+                # Not until one is routed to: one that was restarted before the first publish waits for that itself.
+                await pool.wait_until(lambda: any(replica.state != "quarantined" for replica in publisher.replicas))
                 try:
                     return await publisher.publish(export(), version)
                 except PublishError:

@@ -10,6 +10,7 @@ the router ends; ``start`` may then be called again (on a new port: ask ``url``)
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import sys
@@ -49,6 +50,13 @@ class RouterProcess:
         self._child: Child | None = None
         self._http: HttpEngine | None = None
         self._workers: set[str] = set()
+        self._none = asyncio.Event()
+        self._none.set()
+
+    @property
+    def exited(self) -> asyncio.Event:
+        """Set when there is no process, or none any more."""
+        return self._child.exited if self._child is not None else self._none
 
     @property
     def url(self) -> str:

@@ -81,6 +81,8 @@ class ReplicaPool:
         """Told when a member is lost, before anything else is done about it."""
         self.on_change: Callable[[Member], object] | None = None
         """Told of every change of a member's state once the pool runs, for the record."""
+        self.on_router: Callable[[str], object] | None = None
+        """Told when the router is lost and when it is back, for the record."""
         self.resync: Resync | None = None
         """Brings a member that came back up to date; until it returns the member is not routed to."""
         self.router: RouterProcess | None = None
@@ -180,21 +182,31 @@ class ReplicaPool:
             return "the pool is closed"
         if self._router_fault:
             return self._router_fault
+        if self.router is not None and self.router.exited.is_set():
+            return "the router is being restarted"
         told = [f"{m.name} is {m.state if m.state != 'up' else 'withdrawn'} ({m.reason})" for m in self.members]
         return "; ".join(told)
 
     def _hopeless(self) -> bool:
         return self._closing or bool(self._router_fault) or all(m.state == "failed" for m in self.members)
 
+    def _reachable(self) -> bool:
+        """Whether a request that is sent now finds a member."""
+        return bool(self.routable) and (self.router is None or not self.router.exited.is_set())
+
     async def wait_routable(self) -> None:
-        """Return when some member is routed to.
+        """Return when some member is routed to, by a router that lives; raises as ``wait_until`` does."""
+        await self.wait_until(self._reachable)
+
+    async def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Return when ``holds`` is true; it is asked again at every change of a member.
 
         Raises:
-            InferenceError: every member has failed, or none came back in time; the message has each one's reason.
+            InferenceError: every member has failed, or it did not come true in time; the message has each one's reason.
         """
         try:
             async with asyncio.timeout(self._recover_seconds):
-                await self._news.until(lambda: self._hopeless() or bool(self.routable))
+                await self._news.until(lambda: self._hopeless() or holds())
         except TimeoutError as error:
             raise InferenceError(
                 f"no replica came back within {self._recover_seconds:g} s: {self._why_none()}"
@@ -233,7 +245,8 @@ class ReplicaPool:
 
     async def suspect(self) -> None:
         """A request has failed: look at every member now, and return when routing follows what was found."""
-        await asyncio.gather(*(self._look(member) for member in self.members if member.state == "up"))
+        looks = [self._look(member) for member in self.members if member.state == "up"]
+        await asyncio.gather(*looks, self._look_at_router())
         wanted = self._wanted
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SUSPECT_SECONDS):
@@ -249,6 +262,12 @@ class ReplicaPool:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_SUSPECT_SECONDS):
                     await self._news.until(lambda: member.state != "up" or not member.doubted.is_set())
+
+    async def _look_at_router(self) -> None:
+        if self.router is not None:
+            await first_of(self.router.exited, seconds=0.2)
+            if self.router.exited.is_set():
+                self._changed()  # its restart is what routing has to follow
 
     async def _watch(self, member: Member) -> None:
         """One member's life: check, and when it is lost, bring it back, until it has failed for good."""
@@ -322,34 +341,45 @@ class ReplicaPool:
             await self.data.reconnect(router.url)
 
     async def _route(self, router: RouterProcess) -> None:
-        """Keep the router alive and its workers as the members' states say."""
-        faults = 0
+        """Keep the router alive and its workers as the members' states say, until it is given up."""
+        restarts, reason = 0, ""
         while True:
             kicked = asyncio.ensure_future(self._news.until(lambda: self._routed < self._wanted))
             try:
-                await first_of(router.child.exited, kicked)
+                await first_of(router.exited, kicked)
             finally:
                 kicked.cancel()
-            wanted = self._wanted
             try:
-                if router.child.exited.is_set():
-                    faults += 1
-                    logger.warning("the router ended: %s", router.child.why_ended)
+                if router.exited.is_set():
+                    reason = reason or router.child.why_ended
+                    if restarts == self._restarts:
+                        break
+                    restarts += 1
+                    self._tell_of_router(f"the router is down: {reason}")
+                    await self._news.until(lambda: bool(self.routable))  # it does not start without workers
+                    wanted = self._wanted
                     await self._start_router(router)
+                    reason = ""
+                    self._tell_of_router("the router is up")
                 else:
+                    wanted = self._wanted
                     await router.set_workers([member.url for member in self.members if member.routable])
-                    faults = 0
             except InferenceError as error:
-                faults += 1
-                if faults > self._restarts:
-                    self._router_fault = f"the router was given up after {faults} faults: {error}"
-                    self._news.tell()
-                    return
+                reason = str(error)
+                await router.stop()  # one that does not follow is of no use
                 await asyncio.sleep(_BACKOFF_SECONDS)
                 continue
             self._routed = max(self._routed, wanted)
             self._news.tell()
             await self._drain_withdrawn()
+        self._router_fault = f"the router was given up after {restarts} restarts; last: {reason}"
+        self._tell_of_router(self._router_fault)
+        self._news.tell()
+
+    def _tell_of_router(self, text: str) -> None:
+        logger.warning(text)
+        if self.on_router is not None:
+            self.on_router(text)
 
     async def _drain_withdrawn(self) -> None:
         names, self._drain = self._drain, set()
