@@ -203,6 +203,74 @@ async def test_members_need_different_names():
         ReplicaPool([Member("a", FakeEngine(300)), Member("a", FakeEngine(300))])
 
 
+# ---- a router that fails
+
+
+class FrailRouter:
+    """Stands in for the router process: dies, refuses and fails to start as told."""
+
+    url, why_ended = "http://router:1", "router ended by signal 9"
+
+    def __init__(self):
+        self.exited = asyncio.Event()
+        self.exited.set()
+        self.starts, self.workers, self.broken, self.deaf = 0, [], False, False
+
+    async def start(self, urls):
+        self.starts += 1
+        if self.broken:
+            raise InferenceError("no port is free")
+        self.exited.clear()
+        self.workers, self.deaf = list(urls), False
+
+    async def set_workers(self, urls):
+        if self.deaf:
+            raise InferenceError("the router does not follow")
+        self.workers = list(urls)
+
+    async def stop(self):
+        self.exited.set()
+
+
+def routed_pool(monkeypatch, **options):
+    monkeypatch.setattr("slipstream.inference.pool.pool._BACKOFF_SECONDS", 0.01)
+    pool = near_pool(2, **options)
+    pool.router, told = FrailRouter(), []
+    pool.on_router = told.append
+    return pool, told
+
+
+async def test_whoever_suspects_a_dead_router_waits_until_it_is_back(monkeypatch):
+    pool, told = routed_pool(monkeypatch)
+    async with pool:
+        pool.router.exited.set()
+        await pool.suspect()
+        assert (pool.router.starts, pool.router.exited.is_set()) == (2, False)
+        assert told == ["the router is down: router ended by signal 9", "the router is up"]
+        await pool.wait_routable()
+
+
+async def test_a_router_that_cannot_be_started_again_is_given_up_with_the_reason(monkeypatch):
+    pool, told = routed_pool(monkeypatch, restarts=2)
+    async with pool:
+        pool.router.broken = True
+        pool.router.exited.set()
+        with pytest.raises(InferenceError, match="given up after 2 restarts; last: router ended by signal 9"):
+            await pool.wait_routable()
+        assert pool.router.starts == 3
+        assert "given up" in told[-1]
+
+
+async def test_a_router_that_follows_nobody_is_replaced(monkeypatch):
+    pool, told = routed_pool(monkeypatch)
+    async with pool:
+        pool.router.deaf = True
+        pool.withdraw(pool.members[0], "parked", drain=False)
+        await until(lambda: pool.router.workers == ["r1"])
+        assert pool.router.starts == 2
+        assert told[-1] == "the router is up"
+
+
 # ---- processes
 
 

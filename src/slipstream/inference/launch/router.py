@@ -59,6 +59,11 @@ class RouterProcess:
         return self._child.exited if self._child is not None else self._none
 
     @property
+    def why_ended(self) -> str:
+        """How the process ended, with the end of its log; empty when there is none."""
+        return self._child.why_ended if self._child is not None else ""
+
+    @property
     def url(self) -> str:
         """Base URL of the data plane."""
         return self._client.base_url

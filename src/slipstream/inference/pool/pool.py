@@ -44,6 +44,8 @@ _BACKOFF_SECONDS, _LONGEST_BACKOFF = 0.5, 30.0
 _SUSPECT_SECONDS = 15.0
 _ABORT_SECONDS = 10.0
 _CLOSE_SECONDS = 60.0
+_DEAF_AFTER = 3
+"""Changes of workers, or starts, that the router refuses in a row before it is replaced."""
 
 
 class ReplicaPool:
@@ -342,7 +344,7 @@ class ReplicaPool:
 
     async def _route(self, router: RouterProcess) -> None:
         """Keep the router alive and its workers as the members' states say, until it is given up."""
-        restarts, reason = 0, ""
+        restarts, faults, reason = 0, 0, ""
         while True:
             kicked = asyncio.ensure_future(self._news.until(lambda: self._routed < self._wanted))
             try:
@@ -351,7 +353,7 @@ class ReplicaPool:
                 kicked.cancel()
             try:
                 if router.exited.is_set():
-                    reason = reason or router.child.why_ended
+                    reason = router.why_ended or reason
                     if restarts == self._restarts:
                         break
                     restarts += 1
@@ -359,14 +361,17 @@ class ReplicaPool:
                     await self._news.until(lambda: bool(self.routable))  # it does not start without workers
                     wanted = self._wanted
                     await self._start_router(router)
-                    reason = ""
                     self._tell_of_router("the router is up")
                 else:
                     wanted = self._wanted
                     await router.set_workers([member.url for member in self.members if member.routable])
+                faults = 0
             except InferenceError as error:
-                reason = str(error)
-                await router.stop()  # one that does not follow is of no use
+                faults, reason = faults + 1, str(error)
+                # A worker that died just now is refused, too; a router that follows nobody is of no use.
+                if faults == _DEAF_AFTER:
+                    faults = 0
+                    await router.stop()
                 await asyncio.sleep(_BACKOFF_SECONDS)
                 continue
             self._routed = max(self._routed, wanted)
