@@ -8,7 +8,7 @@ share.
 
 It also keeps freed blocks of up to 32 MB for reuse.  Micro-batches differ in size, so the holes they leave do not
 always fit the next one.  But pages that are given back are cleared again by the kernel when they are needed next, which
-costs more than the giving.  So ``give_back`` acts when the process has grown by a fifth, not always.
+costs more than the giving.  So ``give_back`` can wait until the process has grown.
 
 >>> one_heap()
 """
@@ -23,7 +23,6 @@ from typing import Any
 import psutil
 
 _M_ARENA_MAX = -8
-_GROWTH = 1.2
 _floor = 0
 """Resident bytes after memory was last given back."""
 
@@ -42,11 +41,14 @@ def one_heap() -> None:
         mallopt(_M_ARENA_MAX, 1)
 
 
-def give_back() -> None:
-    """Return freed memory to the system, if the process has grown; without glibc do nothing."""
+def give_back(growth: float = 1.0) -> None:
+    """Return freed memory to the system, if resident memory has grown by a factor of ``growth`` since it last did.
+
+    Without glibc do nothing.
+    """
     global _floor
     trim, process = _libc("malloc_trim"), psutil.Process()
-    if trim is None or process.memory_info().rss <= _GROWTH * _floor:
+    if trim is None or process.memory_info().rss < growth * _floor:
         return
     trim(0)
     _floor = process.memory_info().rss

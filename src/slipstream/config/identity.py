@@ -46,6 +46,7 @@ FREE = (
     "inference.transport",
     "inference.transfer_dir",
     "inference.transfer_host",
+    "training.heap_growth",
 )
 """May change on resume: nothing that was trained depends on them."""
 

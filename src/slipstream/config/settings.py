@@ -107,6 +107,12 @@ class TrainingSettings(Settings):
         False, description="Mixture of experts: the update sends each token to the experts that the engine chose (R3)."
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of the backend; null leaves torch's choice.")
+    heap_growth: float = Field(
+        1.2,
+        ge=1,
+        description="After an update, freed memory goes back to the system if the process has grown by this factor "
+        "since it last did; 1 is always, which holds less and is slower (glibc only).",
+    )
     determinism: Literal["fast", "exact"] = Field(
         "fast", description="exact: the same seed gives bit-equal losses, weights and ledger content."
     )

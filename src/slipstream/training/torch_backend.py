@@ -317,7 +317,7 @@ class TorchBackend:
             optimizer.poison(f"the loss is {total}")
         packed = sum(layout.n_tokens for layout in way.layouts)
         extra = {"microbatches": float(len(way.layouts)), "packed_tokens": float(packed)}
-        give_back()
+        give_back(self.training.heap_growth)
         return StepOutput(total, found.rows("logprobs"), {**metrics.result(), **extra}, metrics.parts())
 
     def _backward_by_layout(self, way: Pass, loss: LossSpec, found: RowValues) -> tuple[float, MetricAccumulator]:

@@ -150,7 +150,7 @@ class Recycled:
         memory = next((m for m in self._free if len(m) == size), None)
         if memory is None:
             self._free.clear()
-            memory = mmap.mmap(-1, size)
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
             self._free.remove(memory)
         buffer: Bytes = np.frombuffer(memory, np.uint8)
