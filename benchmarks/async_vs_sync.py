@@ -47,6 +47,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -288,6 +289,11 @@ def seconds_per_step(ends: Sequence[float], fill: int = FILL, drain: int = DRAIN
     return (ends[len(ends) - 1 - drain] - begin) / (len(ends) - drain - fill)
 
 
+def median_step(ends: Sequence[float]) -> float:
+    """Median over all steps of a run."""
+    return statistics.median(b - a for a, b in itertools.pairwise([0.0, *ends]))
+
+
 def idle_share(run: Arm) -> float:
     """Share of synchronous steps, after the first, in which neither engine nor trainer had anything to do."""
     idle = sum(i - u - p for i, u, p in zip(run.engine_idle[1:], run.update[1:], run.publish[1:], strict=True))
@@ -317,10 +323,11 @@ def compare(sync: Arm, beside: Arm, alone: Arm) -> dict[str, Any]:
         "whole_run_speedup": sync.ends[-1] / beside.ends[-1],
         "sync_idle_share": idle_share(sync),
         "step_seconds": {"sync": slow, "async": fast, "bound": least},
+        "median_step_seconds": {"sync": median_step(sync.ends), "async": median_step(beside.ends)},
         "steps_per_hour": {"sync": 3600 / slow, "async": 3600 / fast},
         "bound_parts": parts,
         "bound_by": max(parts, key=lambda name: parts[name]),
-        "reward_start": sync.scores.get("start"),
+        "reward_start": sync.scores["start"],
         "reward_sync": sync.scores["rl"],
         "reward_async": beside.scores["rl"],
         "trained_tokens_per_step": {"sync": statistics.fmean(sync.tokens), "async": statistics.fmean(beside.tokens)},
@@ -344,6 +351,9 @@ def summary(seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         out[name] = statistics.fmean(values)
         out[f"{name}_interval_95"] = interval(values)
     gaps = [seed["reward_async"] - seed["reward_sync"] for seed in seeds]
+    out["steps_per_hour"] = {
+        arm: statistics.fmean(seed["steps_per_hour"][arm] for seed in seeds) for arm in ("sync", "async")
+    }
     for name in ("reward_start", "reward_sync", "reward_async"):
         out[name] = statistics.fmean(seed[name] for seed in seeds)
     out["reward_difference"] = statistics.fmean(gaps)
@@ -382,8 +392,9 @@ def start(name: str, arm: str, data: str, seed: int, steps: int, folder: Path) -
         f"schedule.steps={steps}",
     ]
     command = [sys.executable, __file__, "--arm", json.dumps(overrides), "--out", str(out)]
+    env = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
     with log.open("w") as sink:
-        done = subprocess.run(command, stdout=sink, stderr=subprocess.STDOUT, check=False, timeout=DEADLINE)
+        done = subprocess.run(command, stdout=sink, stderr=subprocess.STDOUT, env=env, check=False, timeout=DEADLINE)
     if done.returncode:
         raise SystemExit(f"{name} failed:\n" + "\n".join(log.read_text().splitlines()[-20:]))
     return Arm(**json.loads(out.read_text()))
@@ -405,6 +416,17 @@ def bench_seed(seed: int, steps: int, median: float, folder: Path) -> dict[str, 
     return {"seed": seed, **compare(sync, beside, alone), "runs": runs}
 
 
+def two_cores() -> list[int]:
+    """Keep this process and its children to two cores, where the system lets us."""
+    if not hasattr(os, "sched_setaffinity"):
+        return list(range(min(2, os.cpu_count() or 1)))
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        raise SystemExit("this benchmark compares what two cores can do, and there is one")
+    os.sched_setaffinity(0, cores)
+    return cores
+
+
 def machine() -> dict[str, Any]:
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
@@ -420,9 +442,9 @@ def machine() -> dict[str, Any]:
 
 
 def rounded(value: Any) -> Any:
-    """Four digits after the point are more than was measured."""
+    """Four digits after the point are more than was measured; JSON has no infinity."""
     if isinstance(value, float):
-        return round(value, 4)
+        return round(value, 4) if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     return [rounded(item) for item in value] if isinstance(value, list | tuple) else value
@@ -432,8 +454,8 @@ def show(result: Mapping[str, Any]) -> None:
     """One line of a seed or of all."""
     print(
         f"speed-up {result['speedup']:.2f} of {result['bound']:.2f} ({result['fraction_of_bound']:.0%} of the bound), "
-        f"sync idle {result['sync_idle_share']:.0%}, reward {result['reward_sync']:.3f} -> "
-        f"{result['reward_async']:.3f}",
+        f"sync idle {result['sync_idle_share']:.0%}; reward {result['reward_start']:.3f} -> "
+        f"{result['reward_sync']:.3f} sync, {result['reward_async']:.3f} async",
         flush=True,
     )
 
@@ -448,6 +470,7 @@ def main() -> None:
     if options.arm is not None:
         options.out.write_text(json.dumps(asdict(run_arm(json.loads(options.arm)))))
         return
+    cores = two_cores()
     folder = Path(tempfile.mkdtemp(prefix="slipstream-async-"))
     started = time.perf_counter()
     work: dict[str, Any] = {
@@ -460,7 +483,7 @@ def main() -> None:
         "waits": {"sigma": WAIT_SIGMA, "most_in_medians": WAIT_MOST},
         "settings": {"all": list(BASE), **{arm: list(own) for arm, own in ARMS.items()}},
     }
-    result: dict[str, Any] = {"machine": machine(), "work": work, "seeds": options.seeds}
+    result: dict[str, Any] = {"machine": {**machine(), "used_cores": cores}, "work": work, "seeds": options.seeds}
     done: list[dict[str, Any]] = []
     try:
         busy = busy_seconds(folder / "probe")

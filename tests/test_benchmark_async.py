@@ -55,6 +55,7 @@ def test_the_rate_leaves_out_what_fills_and_drains(bench: ModuleType) -> None:
     ends = [10.0, 12.0, 14.0, 15.0, 16.0, 17.0, 17.1]
     assert bench.seconds_per_step(ends, fill=3, drain=1) == pytest.approx(1.0)
     assert bench.seconds_per_step(ends, fill=0, drain=0) == pytest.approx(17.1 / 7)
+    assert bench.median_step(ends) == pytest.approx(1.0)
 
 
 def test_of_a_run_that_is_too_short_the_middle_step_counts(bench: ModuleType) -> None:
