@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,86 @@ def test_a_model_directory_that_lacks_something(tiny_dir: Path, tmp_path: Path, 
     assert str(model) in message
 
 
+def changed_weights(tiny_dir: Path, model: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy of the model with other tensors."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(tiny_dir, model)
+    tensors = load_file(model / "model.safetensors")
+    change(tensors)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+def test_a_model_that_lacks_one_tensor_is_not_filled_with_noise(tiny_dir: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    model = changed_weights(tiny_dir, tmp_path / "model", lambda tensors: tensors.pop(name))
+    assert f"{model}: no weights for {name}" in refused("train", *tiny_run(model, tmp_path / "run"))
+
+
+def test_a_model_with_a_nan_is_named(tiny_dir: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    model = changed_weights(tiny_dir, tmp_path / "model", lambda tensors: tensors[name][0].fill_(float("nan")))
+    assert f"NaN or infinity in {name}" in refused("train", *tiny_run(model, tmp_path / "run"))
+
+
+def test_weights_of_other_shapes(tiny_dir: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_dir, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "intermediate_size": 2 * config["intermediate_size"]}))
+    said = refused("train", *tiny_run(model, tmp_path / "run"))
+    assert f"{model}: cannot be loaded" in said
+    assert "save the model again" in said
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "serve"])
+def test_truncated_weights(tiny_dir: Path, tmp_path: Path, command: str) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_dir, model)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-500])
+    items = {
+        "train": tiny_run(model, tmp_path / "run"),
+        "eval": ["data.eval=builtin:arithmetic?n=2", "--model", model, "--out", tmp_path / "out"],
+        "serve": ["--model", model, "--port", 0],
+    }
+    said = refused(command, *items[command])
+    assert str(model) in said
+    assert "save" in said
+
+
+@pytest.mark.parametrize("config", ["[]", '{"model_type": "nonsense"}', '{"hidden_size": "wide"}', '{"model_type'])
+def test_a_config_that_is_none(tiny_dir: Path, tmp_path: Path, config: str) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_dir, model)
+    (model / "config.json").write_text(config)
+    assert f"{model}/config.json" in refused("train", *tiny_run(model, tmp_path / "run"))
+
+
+def test_a_model_directory_that_is_not_there(tmp_path: Path) -> None:
+    assert "nowhere: no such directory" in refused("train", *tiny_run(tmp_path / "nowhere", tmp_path / "run"))
+
+
+def test_a_chat_template_that_is_not_there_or_missing(tiny_dir: Path, tmp_path: Path) -> None:
+    absent = tmp_path / "none.jinja"
+    said = refused("train", *tiny_run(tiny_dir, tmp_path / "run", model__chat_template=absent))
+    assert f"model.chat_template={absent} cannot be read" in said
+    model = tmp_path / "model"
+    shutil.copytree(tiny_dir, model)
+    (model / "chat_template.jinja").unlink()
+    assert "set model.chat_template" in refused("train", *tiny_run(model, tmp_path / "run"))
+
+
+def test_a_run_directory_that_is_a_file(tiny_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    assert f"run_dir={file} cannot be made" in refused("train", *tiny_run(tiny_dir, file))
+    said = refused("eval", "data.eval=builtin:arithmetic?n=2", "--model", tiny_dir, "--out", file)
+    assert f"{file} cannot be written" in said
+    assert file.read_text() == "mine"
+
+
 # ---- data
 
 
@@ -144,6 +224,11 @@ def test_only_prompts_longer_than_the_limit(tiny_dir: Path, tmp_path: Path) -> N
 
 
 # ---- serving, and runs that are not there
+
+
+@pytest.mark.parametrize("text", ['{"x": 1}', '{"threads": 0}', "{x"])
+def test_serving_with_settings_that_cannot_be_used(text: str) -> None:
+    assert "--settings cannot be used" in refused("serve", "--port", 0, "--model", "/nowhere", "--settings", text)
 
 
 def test_a_port_in_use_is_said_before_the_model_is_looked_at() -> None:
@@ -253,6 +338,10 @@ def test_check_env_finds_the_fault(faulty: str, tmp_path: Path, fault: str, foun
 
 def test_check_env_of_an_unknown_id() -> None:
     assert "No registered env with id: nowhere" in refused("check", "env", "nowhere")
+
+
+def test_check_env_of_a_class_that_is_not_in_its_module() -> None:
+    assert "module 'json' has no 'Nothing'" in refused("check", "env", "json:Nothing")
 
 
 def faulty_rows(path: Path, *faults: str | None) -> Path:

@@ -20,7 +20,7 @@ from slipstream.errors import DataError, SettingsError
 
 if TYPE_CHECKING:
     from slipstream.config import Loaded, Plan, Problem, RunSettings
-    from slipstream.config.settings import AlgorithmSettings
+    from slipstream.config.settings import AlgorithmSettings, InferenceSettings
 
 COUNTED_BYTES = 64_000_000
 """A plan counts the rows of files up to this size; counting more is not cheap."""
@@ -188,7 +188,10 @@ def check_arguments(
 
     import_modules(modules)
     if ":" in env:
+        from slipstream.envs.registration import load_env_creator
+
         import_modules([env.partition(":")[0]])
+        load_env_creator(env)
     else:
         from slipstream.envs import spec
 
@@ -211,6 +214,25 @@ def algorithm_settings(modules: Sequence[str], settings: Sequence[str]) -> Algor
 
     import_modules(modules)
     return load_settings([], [f"algorithm.{text}" for text in settings]).settings.algorithm
+
+
+def inference_section(text: str) -> InferenceSettings:
+    """The section ``inference`` from JSON; empty text means its defaults.
+
+    Raises:
+        SettingsError: no JSON, or a key or value that the section does not take.
+    """
+    from pydantic import ValidationError
+
+    from slipstream.config.settings import InferenceSettings
+
+    try:
+        return InferenceSettings.model_validate_json(text or "{}")
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'the text'}: {e['msg']}" for e in error.errors())
+        raise SettingsError(
+            f"--settings cannot be used ({wrong}); give a JSON object with keys of the section inference"
+        ) from None
 
 
 def key_values(settings: Sequence[str]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ Exit codes: 0 done, 1 a check found something, 2 an error or a refusal, 130 inte
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,7 +46,8 @@ Items = Annotated[
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Entry point of the console script.  SIGTERM is a Ctrl-C: what is open is closed, what is done is kept."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     app()
 
 
@@ -86,8 +88,9 @@ def quickstart(
 
     result = run_quickstart(seed, full, run_dir)
     print(result.text)
-    print(f"summary: {result.summary_path}\nreport:  {result.report}")
-    if getattr(result, "stop_reason", None) == "interrupted":
+    if result.finished:
+        print(f"summary: {result.summary_path}\nreport:  {result.report}")
+    if result.stop_reason == "interrupted":
         raise typer.Exit(INTERRUPTED)
 
 
@@ -223,11 +226,10 @@ def serve(
 
     if port:
         server.bind(host, port).close()  # a port in use is said at once, not after the model has been loaded
-    from slipstream.cli.inputs import quiet_loading
-    from slipstream.config.settings import InferenceSettings
+    from slipstream.cli.inputs import inference_section, quiet_loading
 
     given = {"dtype": dtype, "max_model_len": max_model_len, "threads": threads}
-    section = InferenceSettings.model_validate_json(settings or "{}")
+    section = inference_section(settings)
     section = section.model_copy(update={key: value for key, value in given.items() if value is not None})
     quiet_loading(model)
     from slipstream.inference.embedded.engine import EmbeddedEngine

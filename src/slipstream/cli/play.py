@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -65,8 +66,9 @@ async def stage(settings: RunSettings, split: Split, limit: int | None = None) -
         limit=limit,
     )
     print(f"data.{split}: {data.report}", file=sys.stderr)
+    logs = Path(tempfile.gettempdir()) / f"slipstream-engines-{os.getpid()}"
     async with contextlib.AsyncExitStack() as closing:
-        engine = await _engine(settings, tokenizer)
+        engine = await _engine(settings, tokenizer, logs)
         closing.push_async_callback(engine.close)
         await engine.start()
         generator = TurnGenerator(
@@ -80,9 +82,10 @@ async def stage(settings: RunSettings, split: Split, limit: int | None = None) -
         )
         closing.push_async_callback(generator.aclose)
         yield Stage(generator, engine, renderer, data.rows)
+    shutil.rmtree(logs, ignore_errors=True)  # after an error they stay: its message names them
 
 
-async def _engine(settings: RunSettings, tokenizer: Any) -> Engine:
+async def _engine(settings: RunSettings, tokenizer: Any, logs: Path) -> Engine:
     from slipstream.inference.embedded.pretrained import resolve
     from slipstream.inference.pool.build import build_pool, needs_pool
 
@@ -93,7 +96,6 @@ async def _engine(settings: RunSettings, tokenizer: Any) -> Engine:
             settings.model.path, tokenizer, settings.inference, determinism=settings.training.determinism
         )
         return engine
-    logs = Path(tempfile.gettempdir()) / f"slipstream-engines-{os.getpid()}"
     pool = build_pool(settings.inference, resolve(settings.model.path), log_dir=logs)
     await pool.start()
     return pool.engine

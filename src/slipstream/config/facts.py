@@ -73,7 +73,7 @@ class ModelFacts:
 
 
 def facts_from_config(config: Mapping[str, Any], parameters: int | None = None) -> ModelFacts:
-    """Sizes from the content of a ``config.json``; ``ModelError`` names a size that is missing."""
+    """Sizes from the content of a ``config.json``; ``ModelError`` names a size that is missing or no number."""
     text = config.get("text_config", config)
 
     def size(*names: str, default: int | None = None) -> int:
@@ -81,7 +81,7 @@ def facts_from_config(config: Mapping[str, Any], parameters: int | None = None) 
             if isinstance(text.get(name), int):
                 return int(text[name])
         if default is None:
-            raise ModelError(f"config.json has no {names[0]}; memory cannot be planned for this architecture")
+            raise ModelError(f"no whole number {' or '.join(names)}, so memory cannot be planned")
         return default
 
     hidden, heads = size("hidden_size", "n_embd", "d_model"), size("num_attention_heads", "n_head", "num_heads")
@@ -127,7 +127,11 @@ def read_facts(path: str) -> ModelFacts | None:
     except ValueError as error:
         raise ModelError(f"{path}/config.json is no valid JSON ({error}); save the model again") from error
     shards = sorted(folder.glob("*.safetensors"))
-    return facts_from_config(config, sum(map(_count, shards)) if shards else None)
+    parameters = sum(map(_count, shards)) if shards else None
+    try:
+        return facts_from_config(config, parameters)
+    except (ModelError, AttributeError, ArithmeticError) as error:
+        raise ModelError(f"{path}/config.json is no decoder's ({error}); model.path needs a causal LM") from error
 
 
 def _count(shard: Path) -> int:
@@ -137,9 +141,14 @@ def _count(shard: Path) -> int:
             if length > _MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(file.read(length))
-        return sum(math.prod(item["shape"]) for name, item in header.items() if name != "__metadata__")
-    except (OSError, ValueError, KeyError, struct.error) as error:
+        tensors = [item for name, item in header.items() if name != "__metadata__"]
+        wanted = 8 + length + max((item["data_offsets"][1] for item in tensors), default=0)
+        parameters: int = sum(math.prod(item["shape"]) for item in tensors)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         raise ModelError(f"{shard}: no valid safetensors header ({error}); save the model again") from error
+    if shard.stat().st_size != wanted:
+        raise ModelError(f"{shard} has {shard.stat().st_size} bytes where {wanted} belong; copy or save it again")
+    return parameters
 
 
 BUNDLED_NAME = "smollm2-135m-instruct"

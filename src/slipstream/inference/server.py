@@ -464,11 +464,12 @@ def serve(
     """Serve until interrupted; blocks.
 
     The port is bound before the engine starts.  Ctrl-C or SIGTERM closes the engine, which ends requests in flight
-    with an error, and returns (after SIGTERM the process ends as by that signal).  ``port=0`` takes a free port;
+    with an error, and returns (a SIGTERM is raised again, for the caller's own handler).  ``port=0`` takes a free port;
     ``ready`` is called with the base URL once the socket listens; ``returns`` are ``build_app``'s ``return_*`` flags.
 
     Raises:
-        InferenceError: the port is in use, or the engine could not start.
+        InferenceError: the port is in use, or the server could not start.
+        SlipstreamError: what kept the engine from starting.
     """
     import uvicorn
 
@@ -480,6 +481,22 @@ def serve(
         config = uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=5, lifespan="on")
 
         class Server(uvicorn.Server):
+            fault: Exception | None = None
+            interrupted = False
+
+            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+                # The engine goes first here too: its error is the caller's, not a traceback in uvicorn's log.
+                try:
+                    await engine.start()
+                except Exception as error:  # noqa: BLE001 - fault boundary: raised again once the server has ended
+                    self.fault = error
+                self.interrupted = self.should_exit  # by a signal, while the model was loaded
+                if self.fault is None and not self.interrupted:
+                    await super().startup(sockets)
+                else:
+                    self.should_exit = True
+                    await engine.close()
+
             async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
                 # The engine goes first: requests in flight then end at once, with a typed error, not by cancellation.
                 await engine.close()
@@ -492,8 +509,10 @@ def serve(
         with contextlib.suppress(KeyboardInterrupt):
             # uvicorn shuts down cleanly, then raises the captured signal again.
             server.run(sockets=[sock])
-        if not server.started:
-            raise InferenceError(f"the engine did not start; its error is above (serving {host}:{port})")
+        if server.fault is not None:
+            raise server.fault
+        if not server.started and not server.interrupted:
+            raise InferenceError(f"the server did not start; its error is above (serving {host}:{port})")
     finally:
         sock.close()
 

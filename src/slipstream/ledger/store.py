@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from slipstream.errors import ContractError
+from slipstream.errors import ContractError, LedgerError
 from slipstream.ledger.blobs import BlobStore
 from slipstream.ledger.codec import to_parquet
 from slipstream.ledger.conservation import TokenAccount, TokenFlow
@@ -69,7 +69,8 @@ class Ledger:
 
     Raises:
         ContractError: the incarnation was used before.
-        LedgerError: an existing file is damaged (a torn last line is repaired, and recorded as ``repaired``).
+        LedgerError: the directory cannot be made, or an existing file is damaged (a torn last line is repaired, and
+            recorded as ``repaired``).
     """
 
     def __init__(self, run_dir: Path | str, incarnation: int, *, fsync: Fsync = "step") -> None:
@@ -82,7 +83,10 @@ class Ledger:
             raise ContractError(
                 f"{self.run_dir}: incarnation {incarnation} is already in the ledger; use {known} (next_incarnation)"
             )
-        (self.run_dir / TRAJECTORIES).mkdir(parents=True, exist_ok=True)
+        try:
+            (self.run_dir / TRAJECTORIES).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LedgerError(f"{self.run_dir} cannot be written ({error}); choose another directory") from error
         self._events = Journal(self.run_dir / EVENTS)
         self._metrics = Journal(self.run_dir / METRICS)
         self._blobs = BlobStore(self.run_dir / SIDE)

@@ -180,7 +180,10 @@ class Renderer:
             )
         except Exception as error:  # fault boundary: a template is a user's program
             roles = [m.get("role") for m in messages]
-            raise TemplateError(f"the chat template refused a conversation with roles {roles}: {error}") from error
+            raise TemplateError(
+                f"the chat template refused a conversation with roles {roles}: {error}; "
+                "set model.chat_template to a Jinja template that takes it"
+            ) from error
         if not isinstance(text, str):
             raise TemplateError(f"apply_chat_template(tokenize=False) returned {type(text).__name__}, not text")
         return text

@@ -34,6 +34,7 @@ class QuickstartResult:
     report: Path | None
     text: str
     finished: bool
+    stop_reason: str | None = None
 
 
 def quickstart_settings(seed: int = 0, full: bool = False, run_dir: Path | None = None) -> RunSettings:
@@ -58,7 +59,7 @@ def quickstart(seed: int = 0, full: bool = False, run_dir: Path | None = None) -
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(summary, indent=1) + "\n")
         os.replace(temporary, path)
-    return QuickstartResult(summary, path, result.report, _words(summary, result), result.finished)
+    return QuickstartResult(summary, path, result.report, _words(summary, result), result.finished, result.stop_reason)
 
 
 def _link(link: Path, target: Path) -> None:
@@ -96,7 +97,6 @@ def _words(summary: Mapping[str, Any], result: RunResult) -> str:
         f"  after RL                  {after:5.1f} %   ({after - middle:+.1f} from {summary['steps']} RL steps alone)",
         f"{summary['minutes']:.1f} minutes, peak memory {summary['peak_memory_gb']:.1f} GB",
         "",
-        f"Report: {result.report}",
         "Next:",
         "  make quickstart FULL=1                                  three times the steps",
         f"  slipstream ledger {result.run_dir} 'SELECT data_source, avg(total_reward) FROM trajectories GROUP BY 1'",

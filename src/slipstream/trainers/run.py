@@ -29,6 +29,7 @@ from slipstream.algorithms.filters import apply_filters
 from slipstream.config import Plan, dump_settings, make_plan
 from slipstream.config.settings import RunSettings
 from slipstream.data.sampler import Sampler
+from slipstream.errors import SettingsError
 from slipstream.inference.embedded.engine import EmbeddedEngine
 from slipstream.ledger import Ledger, build_sinks, next_incarnation, write_report
 from slipstream.ledger.records import Stage
@@ -97,7 +98,10 @@ class Run:
         check(self.settings).raise_if_refused()
         if self.settings.schedule.steps:
             refuse_broken(self.settings.algorithm)  # the user's own loss, estimator, reduction and filters
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingsError(f"run_dir={self.run_dir} cannot be made ({error.strerror}); choose another") from error
         found = self.saver.find()
         if found is not None and found.state["progress"]["finished"]:
             self.progress = Progress(**found.state["progress"])

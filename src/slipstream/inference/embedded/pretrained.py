@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -113,12 +114,15 @@ def resolve(path: str) -> str:
     """The bundled name becomes a directory; anything else is checked and returned."""
     if path == BUNDLED:
         return str(bundled_model())
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if folder.exists():
         if not (folder / "config.json").exists():
             raise ModelError(f"{path}: no config.json; this is not a transformers model directory")
         if not list(folder.glob("*.safetensors")) + list(folder.glob("*.bin")):
             raise ModelError(f"{path}: no weights (*.safetensors); save the model with save_pretrained first")
+        return str(folder)
+    if path.startswith(("~", ".")) or folder.is_absolute() or path.count("/") > 1:  # a hub id is NAME or OWNER/NAME
+        raise ModelError(f"{path}: no such directory; set model.path to a model directory, a hub id or {BUNDLED}")
     return path
 
 
@@ -127,25 +131,50 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
     _quiet()
+    place = resolve(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(resolve(path))
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(place)
+    # Fault boundary: the files are a user's, and whatever reads them raises errors of its own.
+    except Exception as error:
         raise ModelError(f"{path}: no usable tokenizer ({error}); save one beside the model") from error
     if chat_template is not None:
-        tokenizer.chat_template = Path(chat_template).read_text()
+        try:
+            tokenizer.chat_template = Path(chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"model.chat_template={chat_template} cannot be read ({error}); give the path of a Jinja template"
+            ) from error
     return tokenizer
 
 
 def load_causal_lm(path: str, dtype: str = "float32", attn_implementation: str = "sdpa") -> Any:
-    """A ``transformers`` causal LM in eval mode on the CPU or the current accelerator."""
+    """A ``transformers`` causal LM in eval mode on the CPU or the current accelerator.
+
+    Raises:
+        ModelError: it cannot be loaded, lacks weights (transformers would fill in noise), or holds NaN or infinity.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     _quiet()
+    place = resolve(path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            resolve(path), dtype=getattr(torch, dtype), attn_implementation=attn_implementation
+        model, found = AutoModelForCausalLM.from_pretrained(
+            place, dtype=getattr(torch, dtype), attn_implementation=attn_implementation, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{path}: cannot be loaded as a causal LM ({error})") from error
+    # Fault boundary: the files are a user's; safetensors, torch and transformers each raise errors of their own.
+    except Exception as error:
+        raise ModelError(
+            f"{path}: cannot be loaded as a causal LM ({type(error).__name__}: {error}); save the model again"
+        ) from error
+    if found["missing_keys"]:
+        raise ModelError(f"{path}: no weights for {_some(found['missing_keys'])}; save the whole model again")
+    broken = [name for name, value in model.named_parameters() if not torch.isfinite(value).all()]
+    if broken:
+        raise ModelError(f"{path}: NaN or infinity in {_some(broken)}; take an earlier copy of the model")
     return model.eval()
+
+
+def _some(names: Iterable[str]) -> str:
+    first, *others = sorted(names)
+    return f"{first} and {len(others)} more" if others else first
