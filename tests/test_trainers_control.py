@@ -66,7 +66,7 @@ def test_a_rule_on_an_evaluation_is_judged_when_it_was_evaluated(tiny_dir: Path,
 def test_rolling_back_leaves_the_earlier_checkpoint_in_charge(tiny_dir: Path, tmp_path: Path) -> None:
     plain = tiny_settings(tiny_dir, tmp_path / "plain", *EXACT, "data.eval=[]")
     train(plain)
-    more = [*EXACT, "data.eval=[]", "checkpoint.every_steps=1", "checkpoint.keep=3"]
+    more = [*EXACT, "data.eval=[]", "checkpoint.every_steps=1", "checkpoint.keep=3", "checkpoint.rollbacks=0"]
     back = rule(metric="trainer/global_step", above=2.9, window=2, action="rollback")
     result = train(tiny_settings(tiny_dir, tmp_path / "r", *more, back))
     assert result.steps == 4, "the mean of steps 3 and 4 is 3.5"
@@ -80,9 +80,48 @@ def test_rolling_back_leaves_the_earlier_checkpoint_in_charge(tiny_dir: Path, tm
 
 def test_a_named_checkpoint_survives_pruning(tiny_dir: Path, tmp_path: Path) -> None:
     named = rule(metric="trainer/global_step", above=5.5, action="rollback", to="rl-000001")
-    more = ["data.eval=[]", "checkpoint.every_steps=1", "checkpoint.keep=1"]
+    more = ["data.eval=[]", "checkpoint.every_steps=1", "checkpoint.keep=1", "checkpoint.rollbacks=0"]
     result = train(tiny_settings(tiny_dir, tmp_path / "r", *more, named))
     assert "going back to rl-000001" in str(result.stop_reason)
+
+
+def test_a_run_goes_back_by_itself_as_often_as_it_may_and_then_ends(tiny_dir: Path, tmp_path: Path) -> None:
+    more = ["schedule.kind=fully_async", "data.eval=[]", "checkpoint.every_steps=1", "checkpoint.keep=3"]
+    back = rule(metric="trainer/global_step", above=3.5, action="rollback")
+    settings = tiny_settings(tiny_dir, tmp_path / "r", *more, "checkpoint.rollbacks=2", back)
+    result = train(settings)
+    assert (result.steps, result.finished) == (4, False)
+    reader = LedgerReader(tmp_path / "r")
+    told = [(e.step, e.data["name"], e.data["goes_on"]) for e in reader.events("rollback")]
+    assert told == [(4, "rl-000003", True), (4, "rl-000003", True), (4, "rl-000003", False)]
+    starts = [e.data["resumed_from"] for e in reader.events("run_started")]
+    assert starts == [None, "rl-000003", "rl-000003"]
+    assert train(tiny_settings(tiny_dir, tmp_path / "r", *more, "rules=[]")).finished
+    assert set(trained_prompts(tmp_path / "r").values()) == {1}
+    assert [e.step for e in reader.events("step", live_only=True)] == [1, 2, 3, 4, 5, 6]
+    for event in reader.events("step", live_only=True):
+        account = event.data["account"]
+        assert account["sampled"] == sum(v for k, v in account.items() if k != "sampled")
+
+
+def test_a_checkpoint_that_the_run_went_back_from_is_not_gone_back_to(tiny_dir: Path, tmp_path: Path) -> None:
+    class Back(Callback):
+        """Saves after steps 2 and 3, and goes back to 1 from there; later a rule looks for a checkpoint before 4."""
+
+        times = 0
+
+        def on_step_end(self, info: StepInfo, control: Control) -> None:
+            if info.step in (1, 2) or (info.step == 3 and not self.times):
+                control.save()
+            if info.step == 4 and not self.times:
+                self.times += 1
+                control.roll_back("rl-000002", "a whim")
+
+    late = rule(metric="trainer/global_step", above=4.5, action="rollback")
+    more = ["data.eval=[]", "checkpoint.every_steps=0", "checkpoint.keep=9", late]
+    result = train(tiny_settings(tiny_dir, tmp_path / "r", *more), [Back()])
+    assert (tmp_path / "r" / "checkpoints" / "rl-000003").is_dir()
+    assert "going back to rl-000002" in str(result.stop_reason)
 
 
 class EvalStop(Callback):

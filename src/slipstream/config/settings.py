@@ -328,6 +328,12 @@ class CheckpointSettings(Settings):
         description="Unfinished rollouts after a resume: continue keeps completed turns; restart samples them anew; "
         "auto restarts in a synchronous exact run only, where that gives the bits of an uninterrupted one.",
     )
+    rollbacks: int = Field(
+        1,
+        ge=0,
+        description="How often a run goes back to an earlier checkpoint by itself (rules, callbacks) and on from "
+        "there; the next time it ends there.",
+    )
 
 
 class RuleSettings(Settings):
@@ -338,7 +344,8 @@ class RuleSettings(Settings):
     below: float | None = Field(None, description="Ends the run when the mean is below this.")
     window: int = Field(1, ge=1, description="Values (steps, or evaluations) that the mean is taken of.")
     action: Literal["stop", "rollback"] = Field(
-        "stop", description="stop: save and end; rollback: end, and go on from an earlier checkpoint next time."
+        "stop",
+        description="stop: save and end; rollback: go on from an earlier checkpoint, checkpoint.rollbacks times.",
     )
     to: str | None = Field(
         None, description="Of rollback: the checkpoint's name; null takes the newest from before the window."

@@ -34,7 +34,10 @@ class Control:
         self._stopped.set()
 
     def roll_back(self, checkpoint: str, reason: str) -> None:
-        """End the run after this step, without a checkpoint; the resumed run goes on from ``checkpoint``."""
+        """End this start after this step, without a checkpoint; the next one goes on from ``checkpoint``.
+
+        ``train`` starts it at once, unless the run has gone back ``checkpoint.rollbacks`` times already.
+        """
         self.rollback_to = self.rollback_to or checkpoint
         self.stop(reason)
 

@@ -4,8 +4,8 @@ Owns: watching the metrics of steps and evaluations, the verdict and its evidenc
 Refuses: ending anything itself (``Control`` does, at the next step border).
 
 A rule takes the mean of a metric over its last ``window`` values, those of earlier starts of the run included, once
-there are so many.  ``rollback`` names a checkpoint from before the window began: the run ends, and the same command
-goes on from there.
+there are so many.  ``rollback`` names a checkpoint of the run's lineage from before the window began: this start ends,
+and the next one goes on from there.
 
 >>> rule = RuleSettings(metric="reward/avg_raw_reward", below=0.1, window=2)
 >>> verdict(rule, [0.5, 0.2]), verdict(rule, [0.1, 0.05])
@@ -90,8 +90,11 @@ class RuleKeeper(Callback):
 
     def _before(self, step: int) -> str | None:
         """The newest checkpoint from before this step."""
-        names = [name for name in self._store.names() if name.startswith("rl-") and int(name[3:]) < step]
-        return max(names, default=None)
+        there = set(self._store.names())
+        # Checkpoints of steps that the run went back from may still lie there; their events are not live.
+        saved = self._ledger.reader.events("checkpoint", live_only=True)
+        names = [e.data["name"] for e in saved if e.step is not None and e.step < step]
+        return max((name for name in names if name in there and name.startswith("rl-")), default=None)
 
 
 def _only_eval(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -59,8 +59,15 @@ def train(
 
     ``generator`` replaces the default one: an object with ``generate_group`` or with SkyRL's ``generate``, or a
     function that builds one from the run's ``Parts`` (``rollout.generator`` is the same by import path).
+
+    A run that goes back to an earlier checkpoint (``Control.roll_back``, a rule) starts from there at once, as a resume
+    does, ``checkpoint.rollbacks`` times; the next time it ends there.
     """
-    return asyncio.run(Run(settings, callbacks, generator=generator).run())
+    while True:
+        run = Run(settings, callbacks, generator=generator)
+        result = asyncio.run(run.run())
+        if not run.goes_back:
+            return result
 
 
 def check(settings: RunSettings, notes: Sequence[Any] = ()) -> Plan:
@@ -84,6 +91,8 @@ class Run:
         self.run_dir = Path(settings.run_dir)
         self.saver = Saver(self.run_dir, settings)
         self.progress = Progress()
+        self.goes_back = False
+        """Once it has ended: the run was taken back to an earlier checkpoint and may go on from there."""
         self._user_callbacks = tuple(callbacks)
         self._generator = generator
         self._recording = recording
@@ -156,9 +165,16 @@ class Run:
             progress.finished = True
             await self._save()
         if self.control.rollback_to is not None:
-            self.saver.store.point_to(self.control.rollback_to)
-            self.ledger.event("rollback", name=self.control.rollback_to, reason=self.control.stop_reason)
+            self._go_back(self.control.rollback_to)
         notify(self.callbacks, "on_train_end", self._info(), self.control)
+
+    def _go_back(self, name: str) -> None:
+        """Put an earlier checkpoint in charge; this start of the run is over."""
+        times = len(self.ledger.reader.events("rollback"))
+        self.goes_back = times < self.settings.checkpoint.rollbacks
+        self.saver.store.point_to(name)
+        reason = self.control.stop_reason
+        self.ledger.event("rollback", step=self.progress.rl_steps, name=name, reason=reason, goes_on=self.goes_back)
 
     async def _sft(self) -> None:
         settings, progress, parts = self.settings, self.progress, self.parts
