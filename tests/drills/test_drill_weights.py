@@ -22,11 +22,11 @@ from slipstream.inference.client import HttpEngine
 from slipstream.inference.embedded.engine import EmbeddedEngine
 from slipstream.inference.launch.engines import embedded_server
 from slipstream.inference.launch.process import Child, free_port
-from slipstream.inference.transfer.raw import digest
 from slipstream.ledger import LedgerReader
 from slipstream.trainers import serving
 from slipstream.trainers.run import Run
-from slipstream.weights import Deadlines, Publisher
+from slipstream.weights import Deadlines, DeltaTransport, Publisher
+from slipstream.weights.transport import Staged
 
 pytestmark = pytest.mark.proof
 
@@ -191,6 +191,15 @@ async def test_deltas_on_a_bad_line(tiny_dir: Path, tmp_path: Path, monkeypatch:
             await line.transfer(self, info)
 
         monkeypatch.setattr(HttpEngine, "transfer", transfer)
+        sent: dict[str, Mapping[str, str]] = {}
+        stage = DeltaTransport.stage
+
+        def noted(self: DeltaTransport, version: str, export: Any) -> Staged:
+            staged = stage(self, version, export)
+            sent[staged.version] = staged.checksums
+            return staged
+
+        monkeypatch.setattr(DeltaTransport, "stage", noted)
         run_dir = tmp_path / "r"
         async with engines(tiny_dir, tmp_path, 2) as urls:
             ports.update(int(url.rpartition(":")[2]) for url in urls)
@@ -203,14 +212,15 @@ async def test_deltas_on_a_bad_line(tiny_dir: Path, tmp_path: Path, monkeypatch:
             settings = tiny_settings(tiny_dir, run_dir, *more)
             stopped = await run_until(settings, lambda: line.injected.total() >= MOMENTS)
             last = LedgerReader(run_dir).events("publish")[-1]
-            held = [await digest_of(url) for url in urls]
+            held = [await held_by(url) for url in urls]
         sound(run_dir)
         versions_are_known(run_dir)
         serving_now = [r for r in last.data["receipts"] if r["result"] == "published"]
         assert serving_now
         for receipt in serving_now:
-            i = int(receipt["replica"].rpartition("-")[2])
-            assert held[i] == receipt["digest"], f"{receipt['replica']} holds other weights than the ledger says"
+            sums, version = held[int(receipt["replica"].rpartition("-")[2])]
+            assert version == last.data["version"]
+            assert {name: sums[name] for name in sent[version]} == sent[version], f"{receipt['replica']} holds others"
         for why, times in stopped.items():
             drill.happened(f"stopped ({why}); resumed", times)
         drill.happened("the run went on, every replica that served verified", line.injected.total() - drill.moments)
@@ -219,7 +229,7 @@ async def test_deltas_on_a_bad_line(tiny_dir: Path, tmp_path: Path, monkeypatch:
         drill.notes["receipts"] = {f"{result} at attempt {n}": count for (result, n), count in sorted(results.items())}
 
 
-async def digest_of(url: str) -> str:
-    """One name for everything that a server's model holds."""
+async def held_by(url: str) -> tuple[Mapping[str, str], str]:
+    """Checksums of everything that a server's model holds, and the version that it names."""
     async with HttpEngine(url) as engine:
-        return digest(dict(await engine.checksum()))
+        return await engine.checksum(), await engine.weight_version()
