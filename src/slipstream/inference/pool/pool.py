@@ -315,6 +315,7 @@ class ReplicaPool:
             except Exception as error:  # noqa: BLE001 - fault boundary: resync is the owner's code; it is tried again
                 member.reason = f"{type(error).__name__}: {error}"
             logger.warning("replica %s did not come back: %s", member.name, member.reason)
+            self._set(member, "down", member.reason)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_BACKOFF)
 
