@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from pathlib import Path
@@ -26,15 +27,15 @@ REPLICAS = [
 ]  # fmt: skip
 
 
-def found(word: str) -> list[psutil.Process]:
-    """Processes below this one whose command has this word: not their guards."""
+def found(words: str) -> list[psutil.Process]:
+    """Processes below this one whose command has a word of this pattern: not their guards."""
     below = []
     for process in psutil.Process().children(recursive=True):
         try:
             line = process.cmdline()
         except psutil.Error:
             continue
-        if any(word in part for part in line) and "guard.py" not in " ".join(line):
+        if any(re.fullmatch(words, part) for part in line) and "guard.py" not in " ".join(line):
             below.append(process)
     return below
 
@@ -42,16 +43,16 @@ def found(word: str) -> list[psutil.Process]:
 class Killer(threading.Thread):
     """Kills one of the processes at random moments, whenever all of them run, ``MOMENTS`` times."""
 
-    def __init__(self, drill: Drill, word: str, whole: int, pause: float, ports: set[int]) -> None:
+    def __init__(self, drill: Drill, words: str, whole: int, pause: float, ports: set[int]) -> None:
         super().__init__()
         self.killed = 0
         self.over = threading.Event()
-        self._drill, self._word, self._whole, self._pause, self._ports = drill, word, whole, pause, ports
+        self._drill, self._words, self._whole, self._pause, self._ports = drill, words, whole, pause, ports
 
     def run(self) -> None:
         rng, seen = self._drill.rng, set[int]()
         while self.killed < MOMENTS and not self.over.wait(rng.uniform(0.0, self._pause)):
-            processes = [p for p in found(self._word) if p.pid not in seen and _listens(p, self._ports)]
+            processes = [p for p in found(self._words) if p.pid not in seen and _listens(p, self._ports)]
             if len(processes) < self._whole:
                 self.over.wait(0.1)
                 continue
@@ -120,7 +121,7 @@ def test_the_router(tiny_dir: Path, tmp_path: Path) -> None:
     injected = "signal 9 to vllm-router at a random moment in which it serves two engine processes"
     with drilling("kill the router", injected) as drill:
         with drill.nothing_left() as ports:
-            killer = Killer(drill, "vllm_router", 1, 2.0, ports)
+            killer = Killer(drill, r"vllm::router|vllm_router\.\S+", 1, 2.0, ports)
             settings = tiny_settings(tiny_dir, tmp_path / "r", *REPLICAS, "rollout.failures.attempts=2")
             stopped = run_under(settings, killer)
         judge(drill, killer.killed, stopped, tmp_path / "r")
