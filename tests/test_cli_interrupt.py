@@ -7,8 +7,10 @@ import subprocess
 from pathlib import Path
 
 import psutil
+import pytest
 
 from cli_helpers import slipstream, start, tiny_run
+from slipstream.config.settings import RunSettings
 
 ENVIRONMENT = '''
 import subprocess, sys
@@ -42,10 +44,10 @@ def wait_for(process: subprocess.Popen[str], text: str) -> None:
     raise AssertionError(f"ended without saying {text!r}: {process.stderr and process.stderr.read()}")
 
 
-def interrupt(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Send SIGINT; exit code, further output, errors.  Asserts that no child of it is left."""
+def interrupt(process: subprocess.Popen[str], by: signal.Signals = signal.SIGINT) -> tuple[int, str, str]:
+    """Send a signal; exit code, further output, errors.  Asserts that no child of it is left."""
     children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(by)
     out, err = process.communicate(timeout=60)
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     return process.returncode, out, err
@@ -104,3 +106,63 @@ def test_ctrl_c_before_anything_has_started(tmp_path: Path) -> None:
     code, _, err = interrupt(process)
     assert (code, err.strip()) == (130, "interrupted")
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_asked_end_keeps_what_generate_has_finished(tiny_dir: Path, tmp_path: Path) -> None:
+    """SIGTERM is a Ctrl-C to every command: the Parquet file is written, though it is written at the end."""
+    import pyarrow.parquet as parquet
+
+    output = tmp_path / "out.parquet"
+    items = tiny_run(tiny_dir, tmp_path / "run", data__train="builtin:arithmetic?n=4000")
+    process = start("generate", *items, "--output", output, cwd=tmp_path)
+    assert process.stderr is not None
+    assert any("1/4000 prompts" in line for line in process.stderr)  # a carriage return ends a line too
+    code, _, err = interrupt(process, signal.SIGTERM)
+    assert code == 130, err
+    assert "Traceback" not in err
+    assert 1 <= parquet.read_table(output).num_rows < 8000
+    assert [path.name for path in tmp_path.iterdir()] == ["out.parquet"]
+
+
+def test_ctrl_c_while_a_served_model_loads_is_no_error(tmp_path: Path) -> None:
+    from slipstream.inference import server
+    from slipstream.inference.fake import FakeEngine
+
+    class Slow(FakeEngine):
+        async def start(self) -> None:
+            signal.raise_signal(signal.SIGINT)  # uvicorn's handler is in place: as while a model loads
+            await super().start()
+
+    engine = Slow(300)
+    server.serve(engine, port=0)
+    assert engine._closed
+
+
+def test_what_keeps_an_engine_from_starting_is_the_servers_error() -> None:
+    from slipstream.errors import ModelError
+    from slipstream.inference import server
+    from slipstream.inference.fake import FakeEngine
+
+    class Broken(FakeEngine):
+        async def start(self) -> None:
+            raise ModelError("/nowhere: no weights")
+
+    engine = Broken(300)
+    with pytest.raises(ModelError, match="/nowhere: no weights"):
+        server.serve(engine, port=0)
+    assert engine._closed
+
+
+def test_an_interrupted_quickstart_exits_as_interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from slipstream.trainers import quickstart
+    from slipstream.trainers.progress import RunResult
+
+    def stopped(settings: RunSettings) -> RunResult:
+        return RunResult(run_dir=settings.run_dir, accuracy={}, steps=3, seconds=1.0, peak_memory_gb=1.0,
+                         eval_prompts=0, report=None, finished=False, stop_reason="interrupted")  # fmt: skip
+
+    monkeypatch.setattr(quickstart, "train", stopped)
+    done = slipstream("quickstart", "--run-dir", tmp_path / "run")
+    assert done.exit_code == 130
+    assert "Stopped after step 3" in done.output
+    assert "summary:" not in done.output
