@@ -148,8 +148,9 @@ class Drill:
 
     def happened(self, outcome: str, times: int = 1) -> None:
         """``times`` faults were injected, and this is what came of them."""
-        self.moments += times
-        self.outcomes[outcome] += times
+        if times:
+            self.moments += times
+            self.outcomes[outcome] += times
 
     def spread(self, i: int) -> float:
         """A random share of a lifetime: uniform within the ``i``-th of ``MOMENTS`` equal parts."""
