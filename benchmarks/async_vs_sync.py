@@ -77,8 +77,9 @@ from slipstream.trainers.run import train
 
 RESULTS = Path(__file__).parent / "results" / "async.json"
 ENV = "slow_judge"
-PROMPTS, SAMPLES, STALENESS = 8, 4, 2
-STEPS, ALONE_STEPS = 30, 8
+PROMPTS, SAMPLES, STALENESS = 8, 8, 2
+TOKENS, BATCH = 32, 32
+STEPS, ALONE_STEPS = 36, 8
 FILL = DRAIN = STALENESS + 1
 IDLE_SHARE = 0.35
 WAIT_SIGMA, WAIT_MOST = 0.9, 20.0
@@ -100,12 +101,12 @@ BASE = (
     "training.optimizer.lr=1e-3",
     "training.optimizer.weight_decay=0",
     f"rollout.samples_per_prompt={SAMPLES}",
-    "rollout.sampling.max_tokens_per_turn=64",
+    f"rollout.sampling.max_tokens_per_turn={TOKENS}",
     "rollout.max_prompt_tokens=64",
     "rollout.max_total_tokens=160",
     "rollout.env_workers=512",  # a wait is no work
     "rollout.concurrency=512",
-    "inference.max_batch_size=256",
+    f"inference.max_batch_size={BATCH}",
     f"schedule.prompts_per_step={PROMPTS}",
     f"env.id={ENV}",
     f"eval.samples_per_prompt={EVAL_SAMPLES}",
@@ -174,9 +175,9 @@ def rows(first: int, count: int, seed: int, median: float) -> list[dict[str, Any
 def median_wait(busy: float) -> float:
     """The median that leaves a synchronous step idle for ``IDLE_SHARE``, when it computes for ``busy`` seconds.
 
-    Such a step waits for the slowest of its samples, which all start to wait at about the same time.
+    Such a step waits for the slowest of the samples that were decoded last; the others waited meanwhile.
     """
-    slowest = draw((4000, PROMPTS * SAMPLES), 0).max(axis=1).mean()
+    slowest = draw((4000, min(PROMPTS * SAMPLES, BATCH)), 0).max(axis=1).mean()
     return float(busy * IDLE_SHARE / (1 - IDLE_SHARE) / slowest)
 
 
@@ -378,7 +379,7 @@ def prepare(folder: Path, seed: int, steps: int, median: float) -> None:
         (folder / f"{name}.jsonl").write_text("".join(lines))
 
 
-def start(name: str, arm: str, data: str, seed: int, steps: int, folder: Path) -> Arm:
+def start(name: str, arm: str, data: str, seed: int, steps: int, folder: Path, extra: Sequence[str]) -> Arm:
     """A run in a process of its own."""
     out, log = folder / f"{name}.json", folder / f"{name}.log"
     overrides = [
@@ -390,6 +391,7 @@ def start(name: str, arm: str, data: str, seed: int, steps: int, folder: Path) -
         f"data.train={folder / data}.jsonl",
         f"data.eval={folder / 'eval'}.jsonl",
         f"schedule.steps={steps}",
+        *extra,
     ]
     command = [sys.executable, __file__, "--arm", json.dumps(overrides), "--out", str(out)]
     env = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
@@ -400,18 +402,18 @@ def start(name: str, arm: str, data: str, seed: int, steps: int, folder: Path) -
     return Arm(**json.loads(out.read_text()))
 
 
-def busy_seconds(folder: Path) -> float:
+def busy_seconds(folder: Path, extra: Sequence[str]) -> float:
     """How long a synchronous step computes on this machine when nothing has to be waited for."""
     prepare(folder, 0, ALONE_STEPS, 0.0)
-    return statistics.median(start("probe", "sync", "quick", 0, ALONE_STEPS, folder).step[1:])
+    return statistics.median(start("probe", "sync", "quick", 0, ALONE_STEPS, folder, extra).step[1:])
 
 
-def bench_seed(seed: int, steps: int, median: float, folder: Path) -> dict[str, Any]:
+def bench_seed(seed: int, steps: int, median: float, folder: Path, extra: Sequence[str]) -> dict[str, Any]:
     """Three runs over one model and one data set."""
     prepare(folder, seed, max(steps, ALONE_STEPS), median)
-    sync = start("sync", "sync", "train", seed, steps, folder)
-    beside = start("async", "async", "train", seed, steps, folder)
-    alone = start("alone", "alone", "quick", seed, ALONE_STEPS, folder)
+    sync = start("sync", "sync", "train", seed, steps, folder, extra)
+    beside = start("async", "async", "train", seed, steps, folder, extra)
+    alone = start("alone", "alone", "quick", seed, ALONE_STEPS, folder, extra)
     runs = {"sync": asdict(sync), "async": asdict(beside), "alone": asdict(alone)}
     return {"seed": seed, **compare(sync, beside, alone), "runs": runs}
 
@@ -464,6 +466,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of all runs, over its own")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--arm", help=argparse.SUPPRESS)  # one run, in a process of its own
     options = parser.parse_args()
@@ -474,24 +477,26 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="slipstream-async-"))
     started = time.perf_counter()
     work: dict[str, Any] = {
-        "task": "share of characters before 'a'; one turn of at most 64 tokens; a judge with log-normal waits",
+        "task": "share of characters before 'a'; one turn; a judge with log-normal waits",
+        "max_tokens": TOKENS,
+        "sequences_decoded_together": BATCH,
         "model": dict(MODEL),
         "prompts_per_step": PROMPTS,
         "samples_per_prompt": SAMPLES,
         "max_staleness_steps": STALENESS,
         "steps": options.steps,
         "waits": {"sigma": WAIT_SIGMA, "most_in_medians": WAIT_MOST},
-        "settings": {"all": list(BASE), **{arm: list(own) for arm, own in ARMS.items()}},
+        "settings": {"all": [*BASE, *options.set], **{arm: list(own) for arm, own in ARMS.items()}},
     }
     result: dict[str, Any] = {"machine": {**machine(), "used_cores": cores}, "work": work, "seeds": options.seeds}
     done: list[dict[str, Any]] = []
     try:
-        busy = busy_seconds(folder / "probe")
+        busy = busy_seconds(folder / "probe", options.set)
         median = median_wait(busy)
         work["waits"] |= {"median_seconds": median, "scaled_to_busy_seconds": busy}
         print(f"a synchronous step computes for {busy:.2f} s; the judge's median is {median:.3f} s", flush=True)
         for seed in range(options.seeds):
-            done.append(bench_seed(seed, options.steps, median, folder / str(seed)))
+            done.append(bench_seed(seed, options.steps, median, folder / str(seed), options.set))
             show(done[-1])
             result |= {**summary(done), "by_seed": done, "seconds": time.perf_counter() - started}
             options.out.parent.mkdir(parents=True, exist_ok=True)
