@@ -289,12 +289,19 @@ async def bench_presets(names: Sequence[str], seeds: int, folder: Path) -> dict[
 
 
 async def bench_staleness(
-    seeds: int, folder: Path, task: str, table: dict[str, Any], write: Callable[[], None]
+    options: argparse.Namespace, folder: Path, task: str, tasks: dict[str, Any], write: Callable[[], None]
 ) -> None:
-    """Corrections x lags on one task, into ``table``; ``write`` is called after each cell."""
-    models = [tiny_model_dir(folder / f"{task}{s}", seed=s) for s in range(seeds)]
+    """Corrections x lags on one task, into ``tasks``; ``write`` is called after each cell."""
+    models = [tiny_model_dir(folder / f"{task}{s}", seed=s) for s in range(options.seeds)]
+    made: dict[str, Any] = {"steps": LAG_STEPS, "lr": LAG_RATE}
+    before = tasks.get(task, {})
+    keep = options.resume and made == {name: before.get(name) for name in made}
+    tasks[task] = {**made, "gains": before["gains"] if keep else {}}
+    table = tasks[task]["gains"]
     for correction, overrides in CORRECTIONS.items():
         for lag in LAGS:
+            if str(lag) in table.get(correction, {}):
+                continue
             given = [*overrides, f"training.optimizer.lr={LAG_RATE}"]
             outcomes = [await run(model, given, seed, LAG_STEPS, lag, task) for seed, model in enumerate(models)]
             table.setdefault(correction, {})[str(lag)] = summary(outcomes)
@@ -316,12 +323,13 @@ def tables(record: Mapping[str, Any]) -> str:
         for name, r in record["presets"].items()
     ]
     lags = " | ".join(f"lag {lag}" for lag in LAGS)
-    for task, table in record["staleness"]["tasks"].items():
-        rows += ["", f"| task `{task}` | {lags} |", "|---|" + "---|" * len(LAGS)]
-        rows += [
-            f"| `{correction}` | {' | '.join(cell(by_lag[str(lag)]) for lag in LAGS)} |"
-            for correction, by_lag in table.items()
-        ]
+    for task, of_task in record["staleness"]["tasks"].items():
+        head = f"task `{task}`, {of_task['steps']} steps at a rate of {of_task['lr']:g}"
+        rows += ["", f"| {head} | {lags} |", "|---|" + "---|" * len(LAGS)]
+        for correction in CORRECTIONS:
+            found = of_task["gains"].get(correction, {})
+            cells = [cell(found[str(lag)]) if str(lag) in found else "–" for lag in LAGS]
+            rows.append(f"| `{correction}` | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
@@ -339,6 +347,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), help="of the staleness table; default: all")
     parser.add_argument("--out", type=Path, default=RESULTS, help="what is not run again stays in it as it is")
+    parser.add_argument("--resume", action="store_true", help="keep the cells of the staleness table that are there")
     parser.add_argument("--tables", action="store_true", help="print the record as Markdown and run nothing")
     options = parser.parse_args()
     if options.tables:
@@ -354,8 +363,6 @@ def main() -> None:
         "steps": STEPS,
         "lr": RATE,
         "staleness": {
-            "steps": LAG_STEPS,
-            "lr": LAG_RATE,
             "lag": "publishes between the weights that sample and the weights that are updated",
             "settings": {name: list(given) for name, given in CORRECTIONS.items()},
             "tasks": result.get("staleness", {}).get("tasks", {}),
@@ -372,8 +379,7 @@ def main() -> None:
         result["presets"] |= asyncio.run(bench_presets(options.presets, options.seeds, folder))
         write()
         for task in options.tasks:
-            table = result["staleness"]["tasks"][task] = {}
-            asyncio.run(bench_staleness(options.seeds, folder, task, table, write))
+            asyncio.run(bench_staleness(options, folder, task, result["staleness"]["tasks"], write))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     missing = [name for name, r in result["presets"].items() if not r["learns"]]

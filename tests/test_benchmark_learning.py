@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 from pathlib import Path
 from types import ModuleType
@@ -50,6 +51,29 @@ def test_the_interval_is_students_over_seeds(learning: ModuleType) -> None:
     assert found["gain_interval_95"] == pytest.approx([0.3 - half, 0.3 + half], abs=1e-4)
     assert found["learns"]
     assert not learning.summary([learning.Outcome(0.3, 0.2, 1.0, 3), learning.Outcome(0.3, 0.5, 1.0, 3)])["learns"]
+
+
+def test_the_page_shows_the_record_and_every_preset_in_it_learns(learning: ModuleType) -> None:
+    root = Path(__file__).parent.parent
+    record = json.loads((root / "benchmarks" / "results" / "learning.json").read_text())
+    assert list(record["presets"]) == list(PRESETS)
+    assert all(entry["seeds"] >= 5 and entry["learns"] for entry in record["presets"].values())
+    staleness = record["staleness"]
+    assert staleness["settings"] == {name: list(given) for name, given in learning.CORRECTIONS.items()}
+    assert list(staleness["tasks"]) == list(learning.TASKS)
+    cells = [
+        cell for task in staleness["tasks"].values() for by_lag in task["gains"].values() for cell in by_lag.values()
+    ]
+    assert all(cell["seeds"] >= 5 for cell in cells)
+    assert learning.tables(record) in (root / "docs" / "algorithms.md").read_text()
+
+
+def test_a_cell_that_was_not_measured_shows_as_a_dash(learning: ModuleType) -> None:
+    found = learning.summary([learning.Outcome(0.1, 0.5, 1.0, 3), learning.Outcome(0.1, 0.4, 1.0, 3)])
+    tasks = {"early": {"steps": 3, "lr": 0.1, "gains": {"tis": {"2": found}}}}
+    lines = learning.tables({"presets": {"grpo": found}, "staleness": {"tasks": tasks}}).splitlines()
+    assert [line for line in lines if line.startswith("| `tis`")] == ["| `tis` | – | +0.35 [-0.29, +0.99] | – |"]
+    assert "| task `early`, 3 steps at a rate of 0.1 | lag 0 | lag 2 | lag 8 |" in lines
 
 
 async def test_a_run_learns_from_weights_that_are_two_publishes_old(learning: ModuleType, tiny_dir: Path) -> None:
