@@ -43,24 +43,26 @@ def found(words: str) -> list[psutil.Process]:
 class Killer(threading.Thread):
     """Kills one of the processes that serve, ``MOMENTS`` times, at random moments; each process once.
 
-    It is done when the last one has been replaced: ``whole`` of them serve again.
+    Three times in four it waits for a step of the run first, else it may hit the start.  It is done when the last one
+    has been replaced: ``whole`` of them serve again.
     """
 
     def __init__(self, drill: Drill, words: str, whole: int, pause: float, ports: set[int]) -> None:
         super().__init__()
-        self.killed = 0
+        self.killed = self.steps = 0
         self.over = threading.Event()
         self._drill, self._words, self._whole, self._pause, self._ports = drill, words, whole, pause, ports
 
     def run(self) -> None:
-        rng, seen = self._drill.rng, set[int]()
+        rng, seen, after = self._drill.rng, set[int](), 0
         while self.killed < MOMENTS and not self.over.wait(rng.uniform(0.0, self._pause)):
             processes = [p for p in found(self._words) if p.pid not in seen and _listens(p, self._ports)]
-            if processes:
+            if processes and self.steps >= after:
                 victim = rng.choice(processes)
                 seen.add(victim.pid)
                 victim.kill()
                 self.killed += 1
+                after = self.steps + (rng.random() < 0.75)
         while not self.over.wait(0.2):
             if len([p for p in found(self._words) if p.pid not in seen and _listens(p, self._ports)]) >= self._whole:
                 return
@@ -79,11 +81,16 @@ def _listens(process: psutil.Process, ports: set[int]) -> bool:
 def run_under(settings: Any, killer: Killer) -> Counter[str]:
     """Start the run again and again until the killer is done; why it stopped in between."""
     stopped: Counter[str] = Counter()
+
+    def over() -> bool:
+        killer.steps += 1
+        return not killer.is_alive()
+
     killer.start()
     try:
         for _ in range(STARTS):
             try:
-                train(settings, [Until(lambda: not killer.is_alive())])
+                train(settings, [Until(over)])
             except (InferenceError, PublishError, BudgetExceededError) as error:
                 stopped[cause(error)] += 1
                 continue
