@@ -1,6 +1,7 @@
 """Planning: algorithm settings that cannot mean what they say are refused before any model loads.
 
-Owns: ``check_algorithm``, ``algorithm_problems`` and ``loss_spec`` (settings to a ``LossSpec``).  Refuses: running anything.
+Owns: ``check_algorithm``, ``algorithm_problems`` and ``loss_spec`` (settings to a ``LossSpec``).  Refuses: running
+anything.
 
 >>> from slipstream.config.settings import AlgorithmSettings, SamplingSettings
 >>> check_algorithm(AlgorithmSettings(), SamplingSettings(), samples_per_prompt=8)

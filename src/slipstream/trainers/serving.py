@@ -60,7 +60,7 @@ def build_transport(settings: RunSettings) -> Transport:
     inference = settings.inference
     dtype, kind = inference.dtype, inference.transport
     if not needs_pool(inference):
-        return InProcessTransport(dtype)
+        return InProcessTransport(dtype, recycle=settings.training.heap_growth > 1)
     if kind in ("auto", "memory"):
         return MemoryTransport(dtype)
     if kind == "gloo":

@@ -7,7 +7,7 @@ To engines in other processes: ``slipstream.weights.wire``, ``delta``, ``native`
 Copies: an optimiser changes its parameters in place, so ``stage`` copies (and casts) each tensor once.  The copy is
 what is sent, checksummed, and kept as the last good version for a roll-back; it is freed when a newer version has been
 verified.  Publishing therefore holds at most two copies of the weights besides the trainer's and the engine's.  In this
-process a freed copy's memory serves the next version (``Recycled``): fresh pages cost as much as the copying.
+process a freed copy's memory can be kept for the next version (``Recycled``): fresh pages cost as much as the copying.
 Tensors are opaque here: numpy arrays or torch tensors.
 """
 
@@ -172,16 +172,17 @@ class InProcessTransport:
     Args:
         dtype: cast floating-point tensors to what the engine holds (for example ``"bfloat16"`` of float32 masters),
             so that checksums are comparable; None sends them as exported.
+        recycle: keep the memory of versions that are done with for the next ones, which is faster.
         chunk_bytes: largest chunk (a tensor is never split).
     """
 
     name = "in_process"
     continues = True
 
-    def __init__(self, dtype: str | None = None, chunk_bytes: int = 1 << 28) -> None:
+    def __init__(self, dtype: str | None = None, chunk_bytes: int = 1 << 28, recycle: bool = True) -> None:
         self._dtype = dtype
         self._chunk_bytes = chunk_bytes
-        self._memory = Recycled()
+        self._memory = Recycled() if recycle else None
 
     def stage(self, version: str, export: Export) -> Staged:
         """One private copy."""
@@ -211,4 +212,5 @@ class InProcessTransport:
 
     def close(self) -> None:
         """Nothing but memory."""
-        self._memory.clear()
+        if self._memory is not None:
+            self._memory.clear()
