@@ -47,7 +47,8 @@ Items = Annotated[
 
 def main() -> None:
     """Entry point of the console script.  SIGTERM is a Ctrl-C: what is open is closed, what is done is kept."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # As a SIGINT, so that an event loop cancels its main task instead of being torn out of any line.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     app()
 
 
