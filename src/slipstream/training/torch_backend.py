@@ -38,6 +38,7 @@ from slipstream.config.algorithm import CriticSettings, TeacherSettings
 from slipstream.config.settings import LoraSettings, ModelSettings, OptimizerSettings, TrainingSettings
 from slipstream.errors import CheckpointError, ContractError, SettingsError
 from slipstream.memory import give_back, one_heap
+from slipstream.openmp import end_idle_workers
 from slipstream.training import checkpoint
 from slipstream.training.critic import Critic
 from slipstream.training.model import PolicyModel
@@ -245,7 +246,14 @@ class TorchBackend:
     def _submit(self, work: Callable[[], _R]) -> Future[_R]:
         if self._closed:
             raise ContractError("the training backend is closed")
-        return self._worker.submit(work)
+        return self._worker.submit(self._alone, work)
+
+    @staticmethod
+    def _alone(work: Callable[[], _R]) -> _R:
+        try:
+            return work()
+        finally:
+            end_idle_workers()
 
     def _known(self, handle: str) -> None:
         if handle not in self.handles:

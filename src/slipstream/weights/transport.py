@@ -26,6 +26,7 @@ from slipstream.errors import PublishError
 from slipstream.inference.checksum import tensor_bytes
 from slipstream.inference.transfer.raw import Bytes, Raw, checksums, cut, lay_out
 from slipstream.inference.types import Engine
+from slipstream.openmp import end_idle_workers
 
 Export = Mapping[str, Any] | Iterable[tuple[str, tuple[int, ...], tuple[slice, ...], Any]]
 """``{name: tensor}``, or pieces ``(name, global shape, slice, tensor)`` as ``export_weights`` yields them."""
@@ -125,6 +126,7 @@ def collect(export: Export, dtype: str | None = None, allocate: Callable[[int], 
         else:
             part = target if tensor.numel() == target.numel() else target[where]
             part.copy_(tensor.detach().reshape(part.shape))
+    end_idle_workers()
     return whole
 
 

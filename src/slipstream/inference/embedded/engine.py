@@ -39,6 +39,7 @@ from slipstream.inference.embedded.pretrained import load_causal_lm, load_tokeni
 from slipstream.inference.embedded.runner import build_runner
 from slipstream.inference.types import EngineInfo, GenerateRequest, GenerateResult, PauseMode
 from slipstream.memory import one_heap
+from slipstream.openmp import end_idle_workers
 
 T = TypeVar("T")
 _JOIN_SECONDS = 60.0  # the longest step is one prefill; a thread that is still busy then is stuck
@@ -155,6 +156,7 @@ class EmbeddedEngine:
             "determinism": "exact" if self._exact else "fast",
         }
         self._info = EngineInfo(self._name, length, tuple(sorted(eos)), extra)
+        end_idle_workers()  # the loading thread's; the pool that lent it keeps it
 
     async def close(self) -> None:
         """Stop the thread; requests in flight raise ``InferenceError``.  Safe to call twice."""
@@ -197,6 +199,8 @@ class EmbeddedEngine:
     def _loop(self, core: EngineCore) -> None:
         while True:
             with self._wake:
+                if not (self._closing or self._commands or core.runnable):
+                    end_idle_workers()
                 self._wake.wait_for(lambda: self._closing or self._commands or core.runnable)
                 if self._closing:
                     return
