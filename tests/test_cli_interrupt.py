@@ -91,7 +91,7 @@ def test_ctrl_c_twice_stops_at_once(tiny_dir: Path, tmp_path: Path) -> None:
     """The second one does not wait for the step; the last checkpoint stays."""
     items = tiny_run(tiny_dir, tmp_path / "run", schedule__steps=100_000, checkpoint__every_steps=1)
     process = start("train", *items, cwd=tmp_path)
-    wait_for(process, "step 1/")
+    wait_for(process, "step 3/")  # a step is told of before it is saved
     process.send_signal(signal.SIGINT)
     code, _, err = interrupt(process)
     assert code == 130, err

@@ -47,9 +47,16 @@ Items = Annotated[
 
 def main() -> None:
     """Entry point of the console script.  SIGTERM is a Ctrl-C: what is open is closed, what is done is kept."""
-    # As a SIGINT, so that an event loop cancels its main task instead of being torn out of any line.
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, _end)
     app()
+
+
+def _end(number: int, frame: object) -> None:
+    """As a SIGINT, so that an event loop cancels its main task instead of being torn out of any line."""
+    if callable(signal.getsignal(signal.SIGINT)):
+        signal.raise_signal(signal.SIGINT)
+    else:
+        raise KeyboardInterrupt  # a background job of a shell ignores SIGINT
 
 
 def _print_version(wanted: bool) -> None:
