@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import socket
 import threading
@@ -196,3 +198,16 @@ def test_serve_answers_and_eval_asks_it(tiny_dir: Path, tmp_path: Path, monkeypa
             server.should_exit = True
         thread.join(30)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt, asyncio.CancelledError, OSError])
+def test_logs_of_engines_stay_after_an_error_only(tmp_path, error):
+    from slipstream.cli.play import _removing
+
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    with pytest.raises(error) if error else contextlib.nullcontext(), contextlib.ExitStack() as stack:
+        stack.push(_removing(logs))
+        if error:
+            raise error
+    assert logs.exists() is (error is OSError)

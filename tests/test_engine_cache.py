@@ -10,6 +10,7 @@ import torch
 
 from engine_kit import gap, model_and_tokenizer, prompt, request, running, weights
 from slipstream.errors import RequestError
+from slipstream.inference.embedded.attention import DecodeBatch, RowStore
 from slipstream.inference.embedded.prefix import MIN_SPLIT, PrefixTree
 from slipstream.inference.embedded.sharing import row_starts
 
@@ -284,3 +285,30 @@ async def test_a_request_that_can_never_fit_is_refused_with_the_mend():
         with pytest.raises(RequestError, match="kv_cache_tokens"):
             await engine.generate(request(prompt(60), max_tokens=10))
         assert len((await engine.generate(request(prompt(50), max_tokens=10))).token_ids) == 10
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_how_much_of_the_rows_is_read_tells_nothing_of_earlier_batches_in_exact_mode(exact):
+    def width(before):
+        rows = RowStore(1, 1, 2, torch.float32, torch.device("cpu"))
+        for longest in (*before, 20):
+            rows.reserve(2, longest, 0)
+        batch = DecodeBatch(begin=0, n=2, lengths=[3, 19], starts=[0, 0], paths=[[], []])
+        rows.prepare(batch, exact)
+        return batch.width
+
+    assert width([]) == 32
+    assert (width([44]) == 32) is exact
+
+
+async def test_what_ran_before_changes_no_bit_in_exact_mode():
+    """A long answer makes the rows wide; the next short ones are those of a fresh engine."""
+
+    async def last_of(lengths):
+        async with running(determinism="exact") as engine:
+            for length in lengths:
+                asked = [request(prompt(3, i), max_tokens=length, seed=i) for i in range(3)]
+                found = await engine.generate_many(asked)
+        return [(r.token_ids, r.logprobs) for r in found]
+
+    assert await last_of([44, 12]) == await last_of([12])

@@ -215,7 +215,7 @@ def show(rows: list[dict[str, Any]]) -> str:
 
 
 def write() -> None:
-    """Put this session's rows into the results; others stay as they are."""
+    """Put the rows of these drills into the results; others stay as they are."""
     old = json.loads(OUT.read_text())["rows"] if OUT.exists() else []
     fresh = {row["drill"]: row for row in ROWS}
     names = [row["drill"] for row in old] + [name for name in fresh if name not in {row["drill"] for row in old}]

@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -68,6 +68,7 @@ async def stage(settings: RunSettings, split: Split, limit: int | None = None) -
     print(f"data.{split}: {data.report}", file=sys.stderr)
     logs = Path(tempfile.gettempdir()) / f"slipstream-engines-{os.getpid()}"
     async with contextlib.AsyncExitStack() as closing:
+        closing.push(_removing(logs))
         engine = await _engine(settings, tokenizer, logs)
         closing.push_async_callback(engine.close)
         await engine.start()
@@ -82,7 +83,16 @@ async def stage(settings: RunSettings, split: Split, limit: int | None = None) -
         )
         closing.push_async_callback(generator.aclose)
         yield Stage(generator, engine, renderer, data.rows)
-    shutil.rmtree(logs, ignore_errors=True)  # after an error they stay: its message names them
+
+
+def _removing(folder: Path) -> Callable[[type[BaseException] | None, Any, Any], None]:
+    """The last of an exit stack: removes ``folder``, but not after an error, whose message may name it."""
+
+    def leave(kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is None or not issubclass(kind, Exception):  # an interruption is no error
+            shutil.rmtree(folder, ignore_errors=True)
+
+    return leave
 
 
 async def _engine(settings: RunSettings, tokenizer: Any, logs: Path) -> Engine:

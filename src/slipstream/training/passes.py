@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -25,7 +26,15 @@ from slipstream.training.attention import active_layout
 from slipstream.training.critic import Critic
 from slipstream.training.layout import Layout, plan_layouts
 from slipstream.training.model import PolicyModel
-from slipstream.training.replay import check_sampling, kept_sets, layout_routes, route_keys, row_routes, top_ids
+from slipstream.training.replay import (
+    check_sampling,
+    kept_sets,
+    layout_routes,
+    route_keys,
+    row_routes,
+    top_ids,
+    top_width,
+)
 from slipstream.training.routing import RoutingReplay
 
 
@@ -81,10 +90,14 @@ class Pass:
             chunk=self._training.logprob_chunk_tokens,
             entropy=entropy,
             kept=kept_sets(rows, layout, self._device),
-            beside_NK=top_ids(rows, layout, self._device) if top else None,
+            beside_NK=top_ids(rows, layout, self._top_width, self._device) if top else None,
         )
         out = {"logprobs": logprobs[:, 0], "top_logprobs": logprobs[:, 1:]} if top else {"logprobs": logprobs}
         return out if spread is None else {**out, "entropy": spread}
+
+    @cached_property
+    def _top_width(self) -> int:
+        return top_width(self.batch.rows)
 
     def _temperature(self, layout: Layout) -> Tensor:
         per_row = [self.batch.rows[i].sampling.temperature for i in layout.row_ids_R]

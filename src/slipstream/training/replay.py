@@ -79,13 +79,17 @@ def kept_sets(rows: Sequence[BatchRow], layout: Layout, device: torch.device) ->
     return Kept(*as_tensor, edges)
 
 
-def top_ids(rows: Sequence[BatchRow], layout: Layout, device: torch.device) -> Tensor:
+def top_width(rows: Sequence[BatchRow]) -> int:
+    """Length of the longest list of likely tokens; raises ``ContractError`` where a row does not say."""
+    return max((len(ids) for row in rows for ids, _ in likely_tokens(row)), default=0)
+
+
+def top_ids(rows: Sequence[BatchRow], layout: Layout, width: int, device: torch.device) -> Tensor:
     """``(N, K)`` int64: the ids that the sampler held most likely in the place of each trained token of a layout.
 
-    ``K`` is the longest list of the whole batch; shorter ones are filled with id 0, which a loss knows by the sampler's
-    log-prob of -inf.  Raises ``ContractError`` where a row does not say.
+    ``K = width`` is that of the whole batch (``top_width``), so that layouts can be joined; shorter lists are filled
+    with id 0, which a loss knows by the sampler's log-prob of -inf.
     """
-    width = max((len(ids) for row in rows for ids, _ in likely_tokens(row)), default=0)
     out = np.zeros((len(layout.at_N), width), dtype=np.int64)
     for place, (ids, _) in enumerate(entry for i in layout.row_ids_R for entry in likely_tokens(rows[i])):
         out[place, : len(ids)] = ids

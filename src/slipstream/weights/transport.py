@@ -174,8 +174,8 @@ class InProcessTransport:
     Args:
         dtype: cast floating-point tensors to what the engine holds (for example ``"bfloat16"`` of float32 masters),
             so that checksums are comparable; None sends them as exported.
-        recycle: keep the memory of versions that are done with for the next ones, which is faster.
         chunk_bytes: largest chunk (a tensor is never split).
+        recycle: keep the memory of versions that are done with for the next ones, which is faster.
     """
 
     name = "in_process"

@@ -60,7 +60,7 @@ class DecodeBatch:
     write_index: Tensor | None = None
     mask: Tensor | None = None
     width: int = 0
-    """Row tokens that attention reads: the whole capacity, or the longest row's where that is far less."""
+    """Row tokens that attention reads; see ``RowStore.prepare``."""
 
 
 class RowStore:
@@ -128,8 +128,12 @@ class RowStore:
                 assert node.kv is not None
                 own[..., low - new_start : high - new_start, :] = node.kv[..., low - node.start : high - node.start, :]
 
-    def prepare(self, batch: DecodeBatch) -> None:
-        """Index and mask tensors that every layer of a step shares."""
+    def prepare(self, batch: DecodeBatch, exact: bool) -> None:
+        """Index and mask tensors that every layer of a step shares, and how much of the rows is read.
+
+        That is the whole capacity, or the longest row's tokens where those are far fewer.  The capacity tells of what
+        ran before, and the width may move rounding; so ``exact`` reads by the longest row always.
+        """
         lengths = torch.tensor(batch.lengths, device=self.device)
         rows = torch.arange(batch.n, device=self.device)[:, None, None]
         halves = torch.arange(2, device=self.device)[None, :, None] * self.rows
@@ -137,7 +141,7 @@ class RowStore:
         index = ((halves + rows) * self.kv_heads + heads) * self.capacity + lengths[:, None, None]
         batch.write_index = index.reshape(-1)
         longest = max(batch.lengths) + 1
-        full = self.capacity <= longest + _SLACK
+        full = not exact and self.capacity <= longest + _SLACK
         batch.width = self.capacity if full else -(-longest // _WIDTH_STEP) * _WIDTH_STEP
         hidden = torch.arange(batch.width, device=self.device)[None, :] > lengths[:, None]
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -math.inf)

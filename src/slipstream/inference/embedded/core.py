@@ -474,7 +474,7 @@ class EngineCore:
             paths=[s.leaf.path() if s.leaf is not None else [] for s in self.decoding],
             shared=self._shared,
         )
-        self.rows.prepare(batch)
+        self.rows.prepare(batch, self.exact)
         return batch
 
     def _score_prompts(self, fresh: Seq[Sequence], features: torch.Tensor) -> None:
