@@ -42,7 +42,7 @@ docs: $(STAMP)
 
 # Kills, hangs, tears and fills what a run depends on, at random moments; writes benchmarks/results/drill.json.
 drill: $(STAMP)
-	$(BIN)/python -m pytest -m proof tests/drills tests/test_trainers_admission.py -s
+	$(BIN)/python -m pytest -m proof tests -s
 
 bench-trl: $(STAMP)
 	$(BIN)/python benchmarks/vs_trl.py

@@ -216,7 +216,10 @@ def make_run(run_dir: Path, *, steps: int = 6, prompts: int = 4, size: int = 8, 
             ledger.record_metrics(i, {"sft/loss": 2.0 / i, "timing/step": 2.0}, phase="sft")
         ledger.record_eval(synth.evaluation(0, 0.30, prompts=eval_prompts, stage="sft"))
         for step, skill in skills(steps):
-            ledger.record_step(synth.step(step, prompts=prompts, size=size, skill=skill))
+            record = synth.step(step, prompts=prompts, size=size, skill=skill)
+            for receipt in record.receipts:
+                ledger.event("receipt", receipt=receipt)
+            ledger.record_step(record)
             if step % max(1, steps // 4) == 0 or step == steps:
                 ledger.record_eval(synth.evaluation(step, skill, prompts=eval_prompts))
         ledger.event("warning", message="held-out family top_n is still at 0.3")

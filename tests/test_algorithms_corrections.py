@@ -188,10 +188,10 @@ def problem_keys(**algorithm):
     [
         ({"off_policy": {"tis": "token"}}, "algorithm.off_policy"),
         ({"off_policy": {"tis": "token"}, "old_logprobs": "approximate"}, "algorithm.off_policy"),
-        ({"off_policy": {"tis": "token"}, "loss": "rollout_is"}, "algorithm.off_policy"),
+        ({"off_policy": {"tis": "token"}, "loss": "rollout_is"}, "algorithm.off_policy.tis"),
         (
             {"off_policy": {"tis": "token"}, "loss": "decoupled_ppo", "old_logprobs": "recompute"},
-            "algorithm.off_policy",
+            "algorithm.off_policy.tis",
         ),
         ({"loss": "decoupled_ppo"}, "algorithm.old_logprobs"),
         ({"loss": "dppo", "old_logprobs": "recompute"}, "algorithm.old_logprobs"),
@@ -203,7 +203,7 @@ def problem_keys(**algorithm):
         ),
         ({"loss": "value_clip"}, "algorithm.loss"),
         ({"top_logprobs": 8}, "algorithm.top_logprobs"),
-        ({"loss": "score_centering", "off_policy": {"tis": "token"}}, "algorithm.off_policy"),
+        ({"loss": "score_centering", "off_policy": {"tis": "token"}}, "algorithm.off_policy.tis"),
         ({"kl_controller": {"kind": "adaptive"}}, "algorithm.kl_controller.kind"),
         ({"kl_coef": 0.1, "kl_controller": {"target": 0.5}}, "algorithm.kl_controller.target"),
         ({"loss": "rollout_is", "loss_settings": {"delta_high": 1.0}}, "algorithm.loss_settings"),

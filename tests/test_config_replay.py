@@ -34,11 +34,12 @@ def test_kept_sets_without_a_bound_are_warned_about() -> None:
     assert not named(problems(CUT, "rollout.sampling.top_k=20", severity="warning"), "rollout.sampling.top_p")
 
 
-def test_vllm_returns_kept_sets_only_for_requests_with_top_k_and_a_temperature() -> None:
-    training = [p for p in problems(*HTTP, CUT) if "vLLM returns kept sets" in p.message]
+@pytest.mark.parametrize("engine", [HTTP, ("inference.engine=vllm",)])
+def test_vllm_returns_kept_sets_only_for_requests_with_top_k_and_a_temperature(engine: tuple[str, ...]) -> None:
+    training = [p for p in problems(*engine, CUT) if "vLLM returns kept sets" in p.message]
     assert {p.keys[0] for p in training} == {"rollout.sampling.top_k", "eval.sampling.top_k"}
     fine = (CUT, "rollout.sampling.top_k=20", "eval.sampling.temperature=0.5", "eval.sampling.top_k=50")
-    assert not [p for p in problems(*HTTP, *fine) if "vLLM returns kept sets" in p.message]
+    assert not [p for p in problems(*engine, *fine) if "vLLM returns kept sets" in p.message]
 
 
 def test_a_generator_of_ones_own_has_to_return_them() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from slipstream.algorithms.check_anchor import check_anchor
 from slipstream.config import load_settings
 from slipstream.config.settings import NO_LIMIT, ScheduleSettings
 from slipstream.config.skyrl import DEFAULTS, TABLE, Idle, Mapped, Met, Refused, environment_notes, rule_for
@@ -403,6 +404,25 @@ def test_values_are_translated(given: list[str], path: str, value: Any) -> None:
     for part in path.split("."):
         node = getattr(node, part)
     assert node == value
+
+
+def test_a_mask_beside_a_loss_against_the_sampler_scores_the_policy_too() -> None:
+    """The asynchronous recipe of SkyRL: rollout_is with a geometric mask."""
+    correction = "trainer.algorithm.off_policy_correction"
+    loss = "trainer.algorithm.policy_loss_type=rollout_is"
+    mask = f"{correction}.sequence_mask_metric=geometric"
+    given = ["data.train=builtin:text2sql", loss]
+    masked = load_settings([], [*given, mask]).settings.algorithm
+    assert (masked.loss, masked.off_policy.sequence_mask, masked.old_logprobs) == (
+        "rollout_is", "geometric", "recompute"
+    )  # fmt: skip
+    assert check_anchor(masked) == []
+    plain = load_settings([], given).settings.algorithm
+    assert (plain.old_logprobs, check_anchor(plain)) == ("sampler", [])
+    weighed = load_settings([], [*given, mask, f"{correction}.tis_ratio_type=token"]).settings.algorithm
+    (problem,) = check_anchor(weighed)
+    assert problem.keys[0] == "algorithm.off_policy.tis"
+    assert "count it twice" in problem.message
 
 
 @pytest.mark.parametrize(

@@ -463,6 +463,19 @@ def test_settings_become_command_lines(tmp_path):
     assert '"kv_cache_tokens": 99' in " ".join(embedded.members[0].spec.command(1))
 
 
+@pytest.mark.parametrize("given", [{"engine": "vllm"}, {"replicas": 2}])
+def test_servers_are_started_to_return_what_the_trainer_replays(tmp_path, given):
+    flags = {"--return-sampling-mask", "--enable-return-routed-experts"}
+    settings = InferenceSettings.model_validate(given)
+
+    def command(returns):
+        return build_pool(settings, "m", log_dir=tmp_path, returns=returns).members[0].spec.command(1)
+
+    assert not flags & set(command(()))
+    assert flags & set(command(("kept_sets",))) == {"--return-sampling-mask"}
+    assert flags <= set(command(("kept_sets", "routed_experts")))
+
+
 def test_given_urls_are_members_without_processes(tmp_path):
     settings = InferenceSettings(engine="http", urls=("http://a:1", "http://b:2"))
     pool = build_pool(settings, "m", log_dir=tmp_path)

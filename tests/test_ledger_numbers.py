@@ -205,3 +205,26 @@ def test_content_keeps_the_counter_and_drops_the_incarnation() -> None:
         "v": "policy/*/7",
         "deep": [{"n": 1}],
     }
+
+
+def test_the_gap_behind_older_weights_is_told_from_the_gap_without_them() -> None:
+    runs = [VersionRun("p/0/1", 0, 2), VersionRun("p/0/2", 2, 4)]
+    rows = (Row((Span.prompt([1]), Span.sampled((5, 6, 7, 8), [-0.5] * 4, runs, SamplingSpec(), 0))),)
+    mixed = replace(member(0, 1.0), rows=rows)
+    record = StepRecord(
+        1,
+        [group_of(mixed, member(1, 0.0, version="p/1/2"), member(2, 0.0, version="p/0/1"))],
+        {"t0": "trained", "t1": "trained", "t2": "trained"},
+        trainer_logprobs={"t0": [[-0.9, -0.9, -0.7, -0.6]], "t1": [[-0.51, -0.52]], "t2": [[-2.0, -2.0]]},
+        weight_version_before="p/0/2",
+    )
+    metrics = step_metrics(record)
+    assert metrics["async/kept_cache_gap_mean"] == pytest.approx(0.15)  # the last two tokens of t0
+    assert metrics["async/same_weights_gap_mean"] == pytest.approx(0.015)  # t1; t2 is of other weights altogether
+    alone = replace(
+        record,
+        groups=[group_of(member(1, 0.0, version="p/0/2"))],
+        dispositions={"t1": "trained"},
+        trainer_logprobs={"t1": [[-0.51, -0.52]]},
+    )
+    assert not {"async/kept_cache_gap_mean", "async/same_weights_gap_mean"} & set(step_metrics(alone))

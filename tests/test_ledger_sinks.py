@@ -79,6 +79,26 @@ def test_plain_console_lines_give_step_reward_rate_and_time_left() -> None:
     assert "\x1b" not in stream.getvalue()
 
 
+def test_the_console_shows_how_far_sampling_ran_ahead() -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(10, stream=stream)
+    shown = {
+        "reward/avg_raw_reward": 0.25, "schedule/lag_mean": 0.5, "schedule/lag_max": 2.0, "schedule/lag_0": 3.0,
+        "schedule/lag_2": 1.0, "async/version_lag_0": 0.25, "async/version_lag_1": 0.75, "async/staleness_mean": 0.75,
+        "async/mixed_version_share": 0.125, "schedule/queue_seconds_mean": 1.5, "schedule/queue_seconds_max": 6.0,
+        "perf/trainer_idle_share": 0.3, "perf/engine_idle_share": 0.04,
+    }  # fmt: skip
+    sink.log(shown, 1)
+    sink.log({**shown, "schedule/lag_max": 0.0}, 2)
+    sink.close()
+    ahead, level = stream.getvalue().splitlines()
+    assert (
+        "lag 0.5 steps (0: 75%, 2: 25%)  0.8 versions (0: 25%, 1: 75%), 12% mixed  queued 1.5s (max 6.0s)  "
+        "idle: trainer 30%, engine 4%" in ahead
+    )
+    assert "lag" not in level
+
+
 def test_a_terminal_gets_one_bar_that_closes_cleanly(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

@@ -245,6 +245,30 @@ def test_superseded_work_is_not_shown(tmp_path: Path) -> None:
     assert "resumed after step 1; 1 later steps" in page.read_text("utf-8")
 
 
+def test_a_run_that_sampled_ahead_shows_lags_mixtures_queues_and_idle_time(tmp_path: Path) -> None:
+    ahead = {
+        "schedule/lag_mean": 1.0, "schedule/lag_max": 2.0, "schedule/lag_0": 1.0, "schedule/lag_2": 1.0,
+        "async/staleness_mean": 1.0, "async/mixed_version_share": 0.5, "schedule/queue_seconds_mean": 2.0,
+        "perf/trainer_idle_share": 0.25, "perf/engine_idle_share": 0.125,
+    }  # fmt: skip
+    titles = [
+        "Lag of trained groups in steps", "Lag of trained tokens in versions", "Trajectories of several versions",
+        "Seconds a finished group waits", "Steps between start and training, per group",
+    ]  # fmt: skip
+    idle = ["Trainer waits for groups", "Nothing is asked of the engine", "Version lag per sampled token"]
+    for name, metrics in (("level", {}), ("ahead", ahead)):
+        synth = Synth()
+        with Ledger(tmp_path / name, 0) as ledger:
+            ledger.event("run_started", settings={})
+            for step in (1, 2):
+                record = synth.step(step, prompts=2, size=2)
+                shares = {k: v for k, v in ahead.items() if k.startswith("perf/")}
+                ledger.record_step(replace(record, metrics={**record.metrics, **shares, **metrics}))
+        text = write_report(tmp_path / name).read_text("utf-8")
+        assert all(title in text for title in idle)
+        assert [title in text for title in titles] == [name == "ahead"] * len(titles)
+
+
 def test_a_run_that_has_just_started_has_a_report(tmp_path: Path) -> None:
     with Ledger(tmp_path, 0) as ledger:
         ledger.event("run_started", settings={})

@@ -17,7 +17,7 @@ from slipstream.config.settings import FailureBudget, RolloutSettings, SamplingS
 from slipstream.errors import InferenceError
 from slipstream.inference.fake import FakeEngine
 from slipstream.inference.types import GenerateRequest, GenerateResult
-from slipstream.rollout import GroupTask, Renderer, TurnGenerator
+from slipstream.rollout import GroupTask, Renderer, TurnGenerator, TurnRecovered
 from slipstream.trajectory import (
     Completed,
     Failed,
@@ -550,3 +550,151 @@ def test_engine_that_aborts_without_progress_is_given_up() -> None:
     assert isinstance(trajectory.outcome, Failed)
     assert trajectory.outcome.retryable
     assert len(engine.requests) == 3
+
+
+# ---- going on from completed turns
+
+
+class Losing(FakeEngine):
+    """Loses the requests of the given turns, so many times each."""
+
+    def __init__(self, lose: dict[int, int]) -> None:
+        super().__init__(VOCAB, eos_token_ids=(EOS,), tokenizer=TOKENIZER, reply=lambda _: list(b"ok"))
+        self.lose = dict(lose)
+        self.asked: list[GenerateRequest] = []
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        self.asked.append(request)
+        turn = turn_of(request)
+        if self.lose.get(turn, 0):
+            self.lose[turn] -= 1
+            raise InferenceError("connection reset")
+        return await super().generate(request)
+
+
+def recovering(stage: Stage) -> tuple[Trajectory, list[tuple[int, str]]]:
+    told: list[Any] = []
+
+    async def run() -> Trajectory:
+        generator = TurnGenerator(
+            stage.engine, Renderer(TOKENIZER), stage.env, stage.settings, seed=5, on_event=told.append
+        )
+        generator.failures.plan("train", 0, 1)
+        try:
+            (member,) = (await generator.generate_group(stage.task)).members
+        finally:
+            await generator.aclose()
+        assert generator.counters.open == 0
+        assert generator.meter.delivered["train"] == member.sampled_tokens
+        return member
+
+    trajectory = asyncio.run(run())
+    return trajectory, [(event.turn, event.fault) for event in told if isinstance(event, TurnRecovered)]
+
+
+def test_an_engine_lost_under_a_later_turn_is_asked_again_and_nothing_is_sampled_twice() -> None:
+    engine = Losing({1: 1})
+    script = [step(0, "more"), step(1, done=True)]
+    trajectory, recovered = recovering(Stage(script, engine=engine))
+    assert isinstance(trajectory.outcome, Completed)
+    assert [turn_of(request) for request in engine.asked] == [0, 1, 1]
+    assert len({request.request_id for request in engine.asked}) == 3
+    assert engine.asked[1].seed != engine.asked[2].seed
+    assert engine.asked[1].token_ids == engine.asked[2].token_ids
+    assert recovered == [(1, "engine_error")]
+
+
+def test_an_engine_lost_twice_under_one_turn_fails_the_attempt() -> None:
+    trajectory, recovered = recovering(Stage([step(0, "more")], engine=Losing({1: 2})))
+    assert isinstance(trajectory.outcome, Failed)
+    assert (trajectory.outcome.fault, recovered) == ("engine_error", [(1, "engine_error")])
+
+
+def test_a_first_turn_has_nothing_to_go_on_from() -> None:
+    trajectory, recovered = recovering(Stage([], engine=Losing({0: 1})))
+    assert isinstance(trajectory.outcome, Failed)
+    assert recovered == []
+
+
+LOST = ConnectionError("the server went away")
+
+
+def made_in_turn(*scripts: Sequence[Any]) -> Stage:
+    stage = Stage([])
+    stage.env = stage.maker = EnvMaker(lambda nth: scripts[nth])
+    return stage
+
+
+def test_an_environment_lost_under_a_later_turn_is_replaced_and_repeats_the_turns_before() -> None:
+    first, last = step(0.5, "more"), step(1, done=True)
+    stage = made_in_turn([first, LOST], [first, last])
+    trajectory, recovered = recovering(stage)
+    assert isinstance(trajectory.outcome, Completed)
+    assert recovered == [(1, "env_raised")]
+    assert [env.actions for env in stage.maker.made] == [["ok", "ok"], ["ok", "ok"]]
+    assert [env.closed for env in stage.maker.made] == [1, 1]
+    assert trajectory.turn_rewards() == {0: 0.5, 1: 1.0}  # a repeated turn earns nothing twice
+    assert [turn.action for turn in trajectory.turns] == ["ok", "ok"]
+    assert len(stage.engine.requests) == 2
+
+
+@pytest.mark.parametrize("again", [[step(0.25, "more")], [step(0.5, "other")], [LOST]])
+def test_an_environment_that_does_not_repeat_itself_fails_the_attempt(again: list[Any]) -> None:
+    stage = made_in_turn([step(0.5, "more"), LOST], [*again, step(1, done=True)])
+    trajectory, recovered = recovering(stage)
+    assert isinstance(trajectory.outcome, Failed)
+    assert (trajectory.outcome.fault, trajectory.outcome.retryable, recovered) == ("env_raised", True, [])
+    assert "server went away" in trajectory.outcome.reason
+    assert [env.closed for env in stage.maker.made] == [1, 1]
+    assert trajectory.turn_rewards() == {0: 0.5}
+
+
+def test_an_environment_that_breaks_again_fails_the_attempt() -> None:
+    first = step(0, "more")
+    trajectory, recovered = recovering(made_in_turn([first, LOST], [first, LOST]))
+    assert isinstance(trajectory.outcome, Failed)
+    assert recovered == [(1, "env_raised")]
+    assert len(trajectory.turns) == 2
+
+
+def test_a_replaced_environment_is_restored_from_its_snapshot() -> None:
+    class Remembers(ScriptedEnv):
+        restored: Any = None
+
+        def snapshot(self) -> Any:
+            return {"turns": len(self.actions)}
+
+        def restore(self, state: Any) -> None:
+            self.restored = state
+            self.actions = ["restored"] * state["turns"]
+
+    made: list[Remembers] = []
+    scripts = [[step(0, "more"), LOST], [AssertionError("not repeated"), step(1, done=True)]]
+
+    def build(env_class: str, extras: dict[str, Any]) -> Remembers:
+        made.append(Remembers(scripts[len(made)], extras))
+        return made[-1]
+
+    stage = Stage([], env=build)
+    told: list[Any] = []
+
+    async def run() -> Trajectory:
+        generator = TurnGenerator(
+            stage.engine,
+            Renderer(TOKENIZER),
+            stage.env,
+            stage.settings,
+            seed=5,
+            on_event=told.append,
+            record_turns=True,
+        )
+        generator.failures.plan("train", 0, 1)
+        try:
+            return (await generator.generate_group(stage.task)).members[0]
+        finally:
+            await generator.aclose()
+
+    trajectory = asyncio.run(run())
+    assert isinstance(trajectory.outcome, Completed)
+    assert made[1].restored == {"turns": 1}
+    assert [type(event).__name__ for event in told].count("TurnRecovered") == 1

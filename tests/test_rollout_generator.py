@@ -223,6 +223,31 @@ async def test_cache_salt_is_the_weight_version() -> None:
     assert engine.requests[0].cache_salt == "policy/2/7"
 
 
+async def test_a_turn_after_an_update_has_the_salt_of_the_weights_that_answer_it() -> None:
+    engine = fake(weight_version="policy/2/7")
+
+    published: list[str] = []
+
+    def update(action: str) -> Any:
+        published.append("policy/2/8")
+        return step(0.0, "more")
+
+    maker = EnvMaker(lambda _: [step(0.0, "more"), update, step(1.0, done=True)])
+    settings = RolloutSettings(max_turns=3, sampling=SamplingSettings(max_tokens_per_turn=2))
+    rollout = TurnGenerator(
+        engine,
+        Renderer(TOKENIZER),
+        maker,
+        settings,
+        0,
+        use_cache_salt=True,
+        published=lambda: published[-1] if published else None,
+    )
+    await rollout.generate_group(task(n=1))
+    await rollout.aclose()
+    assert [request.cache_salt for request in engine.requests] == ["policy/2/7", "policy/2/7", "policy/2/8"]
+
+
 # ---- cancellation
 
 

@@ -83,11 +83,33 @@ def test_a_replica_that_held_another_version_is_found(tiny_dir: Path, tmp_path: 
     small, reader, _ = smoke(tiny_dir, tmp_path / "r")
     path = tmp_path / "r" / "events.jsonl"
     lines = path.read_text().splitlines()
-    last = max(i for i, line in enumerate(lines) if '"kind":"publish"' in line)
+    last = max(i for i, line in enumerate(lines) if '"kind":"receipt"' in line)
     lines[last] = lines[last].replace('"holds":"policy/0/4"', '"holds":"policy/0/3"')
     path.write_text("\n".join(lines) + "\n")
     verdicts = {f.verdict: f.evidence for f in admission._weights(small, reader)}
     assert "holds policy/0/3" in verdicts["fail"]
+
+
+def test_every_owner_of_weights_is_named(tiny_dir: Path, tmp_path: Path) -> None:
+    small, reader, _ = smoke(tiny_dir, tmp_path / "r")
+    settings = tiny_settings(
+        tiny_dir,
+        tmp_path / "s",
+        "algorithm.preset=ppo",
+        "algorithm.kl_coef=0.1",
+        "algorithm.critic.backbone=own",
+        f"algorithm.teacher.path={tiny_dir}",
+    )
+    owners = next(iter(admission._weights(settings, reader))).evidence
+    for owner in (
+        "policy: trained",
+        "reference: the initial policy",
+        "critic: a model of its own",
+        "teacher: ",
+        "sampling: ",
+    ):
+        assert owner in owners
+    assert "critic" not in next(iter(admission._weights(small, reader))).evidence
 
 
 def test_an_existing_folder_is_refused(tiny_dir: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cli_helpers import slipstream
 from run_kit import EXACT, tiny_settings, weights_digest
 from slipstream.errors import LedgerError
 from slipstream.ledger import LedgerReader
@@ -105,3 +106,22 @@ def test_an_update_without_a_checkpoint_before_it_begins_at_the_first_weights(re
 def test_a_step_that_is_not_there_is_named(recorded: Path) -> None:
     with pytest.raises(LedgerError, match="step 7"):
         replay_update(recorded, 7)
+
+
+def test_the_command_repeats_a_run_or_a_step_and_its_exit_code_says_what_it_found(
+    recorded: Path, tiny_dir: Path, tmp_path: Path
+) -> None:
+    whole = slipstream("replay", recorded, "--into", tmp_path / "again")
+    assert whole.exit_code == 0, whole.output
+    assert "6 steps repeated" in whole.output
+    assert "every step equal to the bit, evaluations equal, weights equal to the bit" in whole.output
+    one = slipstream("replay", recorded, "--step", 6)
+    assert one.exit_code == 0, one.output
+    assert "step 6 from rl-000005 (1 updates)" in one.output
+    assert "equal to the bit" in one.output
+    train(tiny_settings(tiny_dir, tmp_path / "r", *EXACT, *asynchronous("keep"), "schedule.steps=1", "data.eval=[]"))
+    settings = (tmp_path / "r" / "settings.yaml").read_text()
+    (tmp_path / "r" / "settings.yaml").write_text(settings.replace("lr: 0.002", "lr: 0.003"))
+    other = slipstream("replay", tmp_path / "r")
+    assert other.exit_code == 1, other.output
+    assert "weights DIFFER" in other.output

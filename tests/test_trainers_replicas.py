@@ -60,7 +60,7 @@ def test_an_asynchronous_run_goes_on_when_a_replica_is_killed(tiny_dir: Path, tm
     for event in reader.events("step"):
         account = event.data["account"]
         assert account["sampled"] == sum(v for k, v in account.items() if k != "sampled")
-    receipts = [r for e in reader.events("publish") for r in e.data["receipts"]]
+    receipts = [e.data["receipt"] for e in reader.events("receipt")]
     assert {r["replica"] for r in receipts if r["result"] == "published"} == {"engine-0", "engine-1"}
     assert {r["transport"] for r in receipts} == {"memory"}
     assert {r["verification"]["kind"] for r in receipts if r["result"] == "published"} == {"checksum"}

@@ -53,7 +53,7 @@ def test_an_asynchronous_run_on_vllm(python, tmp_path: Path) -> None:
     assert (result.finished, result.steps) == (True, 3)
     reader = LedgerReader(tmp_path / "run")
     # Every publish was verified by what vLLM's kernels hold, and paused it for the time it took to load.
-    receipts = [receipt for event in reader.events("publish") for receipt in event.data["receipts"]]
+    receipts = [event.data["receipt"] for event in reader.events("receipt")]
     assert len(receipts) == 4
     assert {(r["result"], r["transport"], r["verification"]["kind"]) for r in receipts} == {
         ("published", "memory", "checksum")

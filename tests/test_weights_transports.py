@@ -195,7 +195,7 @@ async def test_replicas_that_lie_or_die_never_answer_under_the_wrong_version(tmp
         pub = publisher(
             engines,
             carrier,
-            on_receipt=lambda r: ledger.event("publish", version=r.version, receipts=[r.to_json()]),
+            on_receipt=lambda r: ledger.event("receipt", receipt=r.to_json()),
         )
         answers = []
         for step in (1, 2, 3):
@@ -213,9 +213,7 @@ async def test_replicas_that_lie_or_die_never_answer_under_the_wrong_version(tmp
         (1, "r0"), (2, "r0"), (3, "r0"), (1, "r1"), (1, "r3")
     }  # fmt: skip
     # And the ledger, read back from disk, says what happened to whom.
-    written = [
-        receipt for event in LedgerReader(tmp_path / "run").events("publish") for receipt in event.data["receipts"]
-    ]
+    written = [event.data["receipt"] for event in LedgerReader(tmp_path / "run").events("receipt")]
     told = {(e["version"], e["replica"]): (e["result"], " ".join(e["faults"])) for e in written}
     assert told["policy/0/1", "r2"][0] == "quarantined"
     assert "parameters differ" in told["policy/0/1", "r2"][1]

@@ -46,7 +46,7 @@ async def run_until(settings: Any, enough: Callable[[], bool]) -> Counter[str]:
 
 def receipts(run_dir: Path) -> list[dict[str, Any]]:
     """What every publish of the run did to every replica."""
-    return [r for event in LedgerReader(run_dir).events("publish") for r in event.data["receipts"]]
+    return [event.data["receipt"] for event in LedgerReader(run_dir).events("receipt")]
 
 
 # ---- a verification that is late

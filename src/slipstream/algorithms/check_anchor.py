@@ -80,11 +80,11 @@ def _corrections(settings: AlgorithmSettings, loss: Loss) -> Iterator[Problem]:
             yield Problem(keys, f"no ratio lies between {low:g} and {high:g}", "give low < high")
     if not corrects(off_policy):
         return
-    if loss.weighs_behaviour:
+    if loss.weighs_behaviour and off_policy.tis != "none":
         yield Problem(
-            ("algorithm.off_policy", "algorithm.loss"),
-            f"loss {settings.loss!r} weighs samples against the sampler itself; a correction would count it twice",
-            "remove algorithm.off_policy, or use a loss with an anchor such as ppo_clip",
+            ("algorithm.off_policy.tis", "algorithm.loss"),
+            f"loss {settings.loss!r} weighs samples against the sampler itself; a second weight would count it twice",
+            "remove algorithm.off_policy.tis (masks may stay), or use a loss with an anchor such as ppo_clip",
         )
     elif settings.old_logprobs != "recompute":
         reason = {

@@ -216,7 +216,7 @@ def _sampler_replay(settings: RunSettings, cut: tuple[str, ...]) -> Iterator[Pro
             "samples come from a truncated distribution; a generator of your own has to return the kept sets itself",
             "give each SAMPLED span its side channel kept_sets, or switch the truncation off",
         )
-    if settings.inference.engine == "http":
+    if settings.inference.engine in ("http", "vllm"):
         evaluated = bool(settings.data.eval) and (
             settings.eval.before or settings.eval.after or settings.eval.every_steps
         )

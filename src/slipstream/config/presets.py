@@ -79,7 +79,7 @@ _ALL = (
             "reduction": "seq_mean_token_sum_norm",
             "drop_zero_variance": False,
         },
-        figures="No KL, as in the paper; its clip range is PPO's 0.2.",
+        figures="No KL and a clip range of 0.2, as in the paper.",
     ),
     Preset(
         "dapo",
@@ -144,7 +144,7 @@ _ALL = (
             "reduction": "token_mean",
         },
         figures="The paper bounds ratios from above only, and does not print the bound: the cap of 5 (clip_high=4) is "
-        "SkyRL's.",
+        "SkyRL's, which takes it from ScaleRL (arXiv 2510.13786).",
     ),
     Preset(
         "sapo",
@@ -177,8 +177,8 @@ _ALL = (
             "kl_estimator": "k1",
             "drop_zero_variance": False,
         },
-        figures="The paper takes one plain REINFORCE step on whole answers. The clip range (idle in one step on "
-        "fresh samples), the token mean and the KL weight of 0.03 are ours.",
+        figures="The paper takes plain REINFORCE steps on whole answers, two per batch, without a clip range. The KL "
+        "weight of 0.03 is its value for summaries (0.10 for Anthropic-HH). Clip range and token mean are ours.",
     ),
     Preset(
         "reinforce_pp",
@@ -203,8 +203,8 @@ _ALL = (
             "kl_estimator": "k1",
             "drop_zero_variance": False,
         },
-        figures="The clip range is PPO's. The KL weight of 0.01 is ours: what is published for this method lies "
-        "between 0.0001 and 0.01.",
+        figures="Clip range 0.2, gamma=1 and the KL weight of 0.01 are those of the paper's first version for general "
+        "tasks (0.001 for mathematics, and in its second version). The token mean is ours.",
     ),
     Preset(
         "maxrl",
@@ -219,7 +219,7 @@ _ALL = (
             "clip_high": 0.2,
             "reduction": "token_mean",
         },
-        figures="The estimator is the paper's; clip range and token mean are ours.",
+        figures="The estimator is the paper's; clip range and token mean are those of the authors' published runs.",
     ),
     Preset(
         "ppo",
@@ -256,8 +256,9 @@ _ALL = (
         "Large vocabularies: rare tokens may move freely, likely ones are held back.",
         "arXiv 2602.04879",
         {"advantage": "grpo", "normalize_by_std": True, "loss": "dppo", "reduction": "token_mean"},
-        figures="The thresholds are those of the authors' own recipes: 0.15 for divergence=tv, 0.05 for "
-        "divergence=kl. SkyRL's are 0.2.",
+        figures="The thresholds are those of the paper's stability runs and of the authors' recipe: 0.15 for "
+        "divergence=tv, 0.05 for divergence=kl. Its larger runs take 0.2 for tv, as SkyRL does (for kl too). The "
+        "division by the standard deviation and the token mean are ours.",
     ),
     Preset(
         "rollout_is",
@@ -274,7 +275,7 @@ _ALL = (
             "clip_high": 4.0,
             "reduction": "token_mean",
         },
-        figures="The bounds, ratios of 0.5 to 5, are those published for IcePop.",
+        figures="The bounds, ratios of 0.5 to 5, are those published for IcePop; GLM-5 takes 0.5 to 2.",
     ),
     Preset(
         "decoupled_ppo",
@@ -295,7 +296,8 @@ _ALL = (
             "old_logprobs": "recompute",
             "reduction": "token_mean",
         },
-        figures="Clip range and the cap of 5 on the behaviour weight are AReaL's; the first paper has no cap.",
+        figures="The clip range of 0.2 and the number 5 are AReaL's (its recipes clip at 0.4). AReaL leaves out tokens "
+        "whose weight exceeds 5; here the weight is cut to 5. The first paper's code bounds the whole ratio at 100.",
     ),
     Preset(
         "distill",

@@ -27,9 +27,9 @@ import numpy.typing as npt
 from slipstream.errors import ContractError
 
 try:
-    from isal.isal_zlib import crc32
+    from isal.isal_zlib import crc32 as crc32
 except ImportError:  # the same numbers, five times slower
-    from zlib import crc32
+    from zlib import crc32 as crc32
 
 _FORM = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[\d,]*)\]:(?P<crc>[0-9a-f]{8})")
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from slipstream.errors import ContractError
 from slipstream.ledger.records import StepRecord, disposition_kind
-from slipstream.trajectory import Cancelled, Group, Missing, Origin, Trajectory, WeightVersion
+from slipstream.trajectory import Cancelled, Group, Missing, Origin, Span, Trajectory, WeightVersion
 
 Metrics = dict[str, float]
 SPREAD_TOLERANCE = 1e-6
@@ -213,8 +213,16 @@ def _spread(group: Group) -> float:
 
 
 def gap_metrics(record: StepRecord) -> Metrics:
-    """``policy/rollout_train_logprobs_abs_diff_{mean,std,max}``: trainer against sampler, over scored tokens."""
+    """``policy/rollout_train_logprobs_abs_diff_{mean,std,max}``: trainer against sampler, over scored tokens.
+
+    Two parts of it, over tokens that the trained weights sampled themselves, so that staleness has no share in it, are
+    reported when both exist: ``async/kept_cache_gap_mean`` behind tokens of other weights, whose cached keys and values
+    the sampler may have kept and the trainer computes anew, and ``async/same_weights_gap_mean`` where there are none.
+    With several optimiser steps per step, scores are those of a row's own first pass, after the steps before it.
+    """
     gaps: list[float] = []
+    by_context: dict[bool, list[float]] = {False: [], True: []}
+    now = _counter(record.weight_version_before)
     for member in record.members():
         scores = record.trainer_logprobs.get(member.trajectory_id)
         if scores is None:
@@ -224,8 +232,28 @@ def gap_metrics(record: StepRecord) -> Metrics:
             if scored is None or any(s.logprobs is None or isinstance(s.logprobs, Missing) for s in spans):
                 continue
             mine = [x for s in spans for x in s.logprobs]  # type: ignore[union-attr]
-            gaps.extend(abs(a - b) for a, b in zip(scored, mine, strict=False))
-    return _stats("policy/rollout_train_logprobs_abs_diff_", gaps, ("mean", "std", "max"))
+            row_gaps = [abs(a - b) for a, b in zip(scored, mine, strict=False)]
+            gaps.extend(row_gaps)
+            mixed, versions = False, _versions(spans)
+            for gap, version in zip(row_gaps, versions, strict=False):
+                mixed = mixed or version != now
+                if version == now:
+                    by_context[mixed].append(gap)
+    out = _stats("policy/rollout_train_logprobs_abs_diff_", gaps, ("mean", "std", "max"))
+    if by_context[True] and by_context[False]:
+        out |= _mean("async/kept_cache_gap_mean", by_context[True])
+        out |= _mean("async/same_weights_gap_mean", by_context[False])
+    return out
+
+
+def _versions(spans: Sequence[Span]) -> list[str]:
+    """The version of every token; empty when some are not known."""
+    out: list[str] = []
+    for span in spans:
+        if span.versions is None or isinstance(span.versions, Missing):
+            return []
+        out += [_counter(run.version) for run in span.versions for _ in range(run.start, run.end)]
+    return out
 
 
 def step_metrics(record: StepRecord, *, early_lengths: Sequence[float] = ()) -> Metrics:

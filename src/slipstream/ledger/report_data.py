@@ -190,18 +190,10 @@ def _message(event: Event) -> dict[str, Any] | None:
 
 
 def _receipts(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Receipts of ``publish`` events, which have the first publish too, else those of the steps."""
+    """Every receipt, with the step that ended with its version."""
     steps = {str(e.data["weight_version_after"]): e.step for e in events if e.kind == "step"}
-    out = []
-    for kind in ("publish", "step"):
-        for event in events:
-            if event.kind == kind and event.live:
-                for receipt in event.data.get("receipts", ()):
-                    step = event.step if event.step is not None else steps.get(str(receipt.get("version")), "")
-                    out.append({"step": step, **flat_receipt(receipt)})
-        if out:
-            break
-    return out
+    receipts = [event.data["receipt"] for event in events if event.kind == "receipt" and event.live]
+    return [{"step": steps.get(str(receipt.get("version")), ""), **flat_receipt(receipt)} for receipt in receipts]
 
 
 def _eval_point(step: int | None, data: Mapping[str, Any]) -> EvalPoint:

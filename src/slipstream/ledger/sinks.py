@@ -173,9 +173,7 @@ class ConsoleSink:
             parts.append(f"{rate:,.0f} tok/s")
         parts.append(f"{per_step:.1f}s/step")
         if metrics.get("schedule/lag_max", 0) > 0:
-            parts.append(f"lag {metrics['schedule/lag_mean']:.1f} (max {metrics['schedule/lag_max']:.0f})")
-            idle = [metrics.get(f"perf/{who}_idle_share", 0.0) for who in ("trainer", "engine")]
-            parts.append(f"idle: trainer {idle[0]:.0%}, engine {idle[1]:.0%}")
+            parts += _ahead(metrics)
         if self._total and step < self._total:
             parts.append(f"{format_duration(per_step * (self._total - step))} left")
         return parts
@@ -196,6 +194,25 @@ class ConsoleSink:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def _ahead(metrics: Mapping[str, float]) -> list[str]:
+    """Lag by scheduled step and by token version, mixed versions, queue ages and idle time, as short words."""
+    parts = [f"lag {metrics['schedule/lag_mean']:.1f} steps ({_shares(metrics, 'schedule/lag_')})"]
+    if versions := _shares(metrics, "async/version_lag_"):
+        mean = metrics.get("async/staleness_mean", 0.0)
+        parts.append(f"{mean:.1f} versions ({versions}), {metrics.get('async/mixed_version_share', 0.0):.0%} mixed")
+    queued = [metrics.get(f"schedule/queue_seconds_{which}", 0.0) for which in ("mean", "max")]
+    parts.append(f"queued {queued[0]:.1f}s (max {queued[1]:.1f}s)")
+    idle = [metrics.get(f"perf/{who}_idle_share", 0.0) for who in ("trainer", "engine")]
+    return [*parts, f"idle: trainer {idle[0]:.0%}, engine {idle[1]:.0%}"]
+
+
+def _shares(metrics: Mapping[str, float], prefix: str) -> str:
+    """``0: 75%, 1: 25%`` of the metrics ``prefix0``, ``prefix1``, ..."""
+    found = {int(k.removeprefix(prefix)): v for k, v in metrics.items() if k.removeprefix(prefix).isdigit()}
+    whole = sum(found.values())
+    return ", ".join(f"{lag}: {value / whole:.0%}" for lag, value in sorted(found.items()) if value)
 
 
 class JsonlSink:

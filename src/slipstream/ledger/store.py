@@ -40,6 +40,7 @@ REQUIRED_FIELDS: dict[str, frozenset[str]] = {
     "run_resumed": frozenset({"step"}),
     "run_finished": frozenset(),
     "publish": frozenset({"version"}),
+    "receipt": frozenset({"receipt"}),
     "checkpoint": frozenset({"step"}),
     "warning": frozenset({"message"}),
     "error": frozenset({"message"}),

@@ -22,6 +22,7 @@ from slipstream.rollout.types import (
     Metered,
     RolloutEvent,
     TurnCompleted,
+    TurnRecovered,
     sampling_spec,
 )
 from slipstream.rollout.waves import WaveGate, WaveLog
@@ -51,6 +52,7 @@ __all__ = [
     "TurnCompleted",
     "TurnGenerator",
     "TurnRecord",
+    "TurnRecovered",
     "WaveGate",
     "WaveLog",
     "groups_from_skyrl",

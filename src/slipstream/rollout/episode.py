@@ -28,6 +28,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 from slipstream.config.settings import RolloutSettings
 from slipstream.errors import ContractError, InferenceError
@@ -38,7 +39,7 @@ from slipstream.rollout.meter import TokenMeter
 from slipstream.rollout.progress import TurnRecord, context_digest
 from slipstream.rollout.renderer import Renderer, TemplateError
 from slipstream.rollout.rows import RowBuilder
-from slipstream.rollout.types import GroupTask, OnEvent, TurnCompleted, sampling_spec
+from slipstream.rollout.types import GroupTask, OnEvent, TurnCompleted, TurnRecovered, sampling_spec
 from slipstream.trajectory import (
     KEPT_SETS,
     TOP_LOGPROBS,
@@ -76,8 +77,12 @@ class Services:
     meter: TokenMeter
     cache_salt: str | None = None
     model: str = "policy"
+    published: Callable[[], str | None] | None = None
+    """The version that was published last: the cache salt of a later turn, where salts are on."""
     tell: OnEvent | None = None
     """Told of completed turns (with the environment's snapshot, where it gives one)."""
+    tell_recovered: OnEvent | None = None
+    """Told of turns that were gone on with after an engine or an environment was lost."""
     routed_experts: bool = False
     """Ask the engine for the experts of every token, for routing replay."""
     top_logprobs: int = 0
@@ -113,6 +118,11 @@ class _Reply:
     def tokens(self) -> int:
         return sum(len(span) for span in self.spans)
 
+    @property
+    def info(self) -> dict[str, Any]:
+        """How the turn ended, for the environment."""
+        return {"finish_reason": self.finish_reason, "stop_reason": self.stop_reason, "tokens": self.tokens}
+
 
 class _Stop(Exception):
     """Not an error: it carries an outcome out of the loop."""
@@ -120,6 +130,10 @@ class _Stop(Exception):
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome)
         self.outcome = outcome
+
+
+class _EngineLost(_Stop):
+    """A request that was not answered."""
 
 
 class Episode:
@@ -134,6 +148,9 @@ class Episode:
         self._spec = sampling_spec(settings)
         self._builder: RowBuilder | None = None
         self._turns: list[Turn] = []
+        self._played: list[tuple[_Reply, StepResult]] = []
+        self._snapshot: Any = None
+        self._salt = services.cache_salt
         self._rewards: list[Reward] = []
         self._session: EnvSession | None = None
         self._prompt: tuple[Message, ...] = job.task.messages
@@ -225,14 +242,7 @@ class Episode:
     async def _begin(self) -> tuple[list[Message], RowBuilder]:
         services, task = self._services, self.job.task
         settings = services.settings
-        self._session = await EnvSession.open(
-            services.pool,
-            services.env_factory,
-            task.env_class,
-            {**task.extras, "max_turns": self._turn_limit()},
-            settings.env_step_seconds,
-            services.counters,
-        )
+        self._session = await self._open()
         history = await self._session.init(task.messages)
         if not history:
             raise EnvFault("env_type", "init returned no messages", retryable=False)
@@ -253,6 +263,14 @@ class Episode:
         self._builder = builder
         return history, builder
 
+    async def _open(self) -> EnvSession:
+        services, task = self._services, self.job.task
+        extras = {**task.extras, "max_turns": self._turn_limit()}
+        seconds = services.settings.env_step_seconds
+        return await EnvSession.open(
+            services.pool, services.env_factory, task.env_class, extras, seconds, services.counters
+        )
+
     def _limit(self) -> tuple[int, str]:
         """Tokens a row may have, and the name of the budget that says so."""
         total, context = self._services.settings.max_total_tokens, self._services.context_tokens
@@ -267,9 +285,12 @@ class Episode:
         before = session.env_seconds
         step = await self._act(turn, reply, history)
         if tell is not None:
+            session = self._session  # it may be another one now
+            assert session is not None
+            self._snapshot = None if step.done else await session.snapshot()
             record = TurnRecord(
                 turn, context, reply.spans, reply.text, reply.finish_reason, reply.stop_reason, reply.seconds,
-                session.env_seconds - before, step, None if step.done else await session.snapshot(),
+                session.env_seconds - before, step, self._snapshot,
             )  # fmt: skip
             tell(TurnCompleted(self.job.task, self.job.sample, self.job.attempt, record))
         return reply, step
@@ -289,6 +310,7 @@ class Episode:
         if past[-1].snapshot is not None and session.restores:
             if record is past[-1]:
                 await session.restore(record.snapshot)
+                self._snapshot = record.snapshot
             self._note(record.turn, reply, record.step, record.env_seconds, history)
             return reply, record.step
         step = await self._act(record.turn, reply, history)
@@ -301,16 +323,25 @@ class Episode:
     async def _generate(self, turn: int, builder: RowBuilder) -> _Reply:
         """One turn from the engine.
 
-        An engine that was interrupted (``abort``) returns what it has; the turn goes on from there.
+        An engine that was interrupted (``abort``) returns what it has; the turn goes on from there.  One that is lost
+        under a later turn is asked once more, so that completed turns need not be sampled again; a pool has another
+        replica, or restarts this one.
         """
         started = time.perf_counter()
         budget = min(self._sampling.max_tokens_per_turn, self._limit()[0] - len(builder.ids))
         parts: list[GenerateResult] = []
         spans: list[Span] = []
-        idle = 0
+        idle = lost = 0
         while True:
             made = sum(len(part.token_ids) for part in parts)
-            result = await self._ask(turn, builder, budget - made, part=len(parts) + idle)
+            try:
+                result = await self._ask(turn, builder, budget - made, part=len(parts) + idle + lost)
+            except _EngineLost as error:
+                if lost or not self._played:
+                    raise
+                lost += 1
+                self._recovered(turn, error.outcome)
+                continue
             if result.token_ids:
                 builder.add(self._span(turn, result))
                 self._note_routes(turn, result, builder)
@@ -338,6 +369,9 @@ class Episode:
     async def _ask(self, turn: int, builder: RowBuilder, max_tokens: int, part: int) -> GenerateResult:
         job, services, sampling = self.job, self._services, self._sampling
         key = SampleKey(services.seed, job.task.prompt_uid, job.task.pass_index, job.sample, job.attempt, turn)
+        if turn and self._salt is not None and services.published is not None:
+            # The weights may have changed since the turns before; what they left in a cache is not for this one.
+            self._salt = services.published() or self._salt
         request = GenerateRequest(
             request_id=f"{job.trajectory_id}/t{turn}" + (f".{part}" if part else ""),
             token_ids=tuple(builder.ids),
@@ -349,7 +383,7 @@ class Episode:
             model=services.model,
             session_id=job.trajectory_id,
             group_id=job.task.group_id,
-            cache_salt=services.cache_salt,
+            cache_salt=self._salt,
             # What the update has to replay; an evaluation is never trained on.
             kept_sets=self._spec.cut and not job.task.eval,
             routed_experts=services.routed_experts and not job.task.eval,
@@ -363,7 +397,7 @@ class Episode:
             if not isinstance(error, (InferenceError, TimeoutError, OSError)):
                 raise
             reason = f"turn {turn}: {type(error).__name__}: {error}"  # fault boundary: an engine may die
-            raise _Stop(Failed("engine_error", reason, retryable=True)) from error
+            raise _EngineLost(Failed("engine_error", reason, retryable=True)) from error
         services.meter.answered(job.task.phase, len(result.token_ids))
         return result
 
@@ -401,17 +435,50 @@ class Episode:
     # ---- the environment
 
     async def _act(self, turn: int, reply: _Reply, history: list[Message]) -> StepResult:
-        """Give the turn to the environment, then append it and the observations to the history."""
+        """Give the turn to the environment, then append it and the observations to the history.
+
+        An environment that breaks on a later turn (its server may have died) gets one more chance: a fresh one is
+        brought to where it was, so that completed turns need not be sampled again.
+        """
         assert self._session is not None
         before = self._session.env_seconds
-        info = {"finish_reason": reply.finish_reason, "stop_reason": reply.stop_reason, "tokens": reply.tokens}
         try:
-            step = await self._session.step(reply.text, info)
+            try:
+                step = await self._session.step(reply.text, reply.info)
+            except EnvFault as fault:
+                if fault.fault != "env_raised" or not self._played:
+                    raise
+                await self._replace_environment(fault)
+                self._recovered(turn, Failed(fault.fault, fault.reason, fault.retryable))
+                step = await self._session.step(reply.text, reply.info)
         except BaseException:  # the turn is recorded also when the environment breaks on it
             self._add_turn(turn, reply, (), self._session.env_seconds - before)
             raise
         self._note(turn, reply, step, self._session.env_seconds - before, history)
         return step
+
+    async def _replace_environment(self, fault: EnvFault) -> None:
+        """A fresh environment in the state that follows the completed turns; raises ``fault`` where there is none."""
+        old = self._session
+        assert old is not None
+        await old.close()
+        self._session = session = await self._open()
+        session.env_seconds += old.env_seconds
+        differs = EnvFault(fault.fault, f"{fault.reason}; a fresh environment did not repeat the turns before", True)
+        if tuple(await session.init(self.job.task.messages)) != self._prompt:
+            raise differs from fault
+        if self._snapshot is not None and session.restores:
+            await session.restore(self._snapshot)
+            return
+        for reply, step in self._played:
+            if await session.step(reply.text, reply.info) != step:
+                raise differs from fault
+
+    def _recovered(self, turn: int, outcome: Outcome) -> None:
+        tell = self._services.tell_recovered
+        if tell is not None and isinstance(outcome, Failed):
+            job = self.job
+            tell(TurnRecovered(job.task, job.trajectory_id, turn, outcome.fault, outcome.reason))
 
     def _add_turn(self, turn: int, reply: _Reply, observations: tuple[Message, ...], env_seconds: float) -> None:
         self._turns.append(
@@ -421,6 +488,7 @@ class Episode:
     def _note(self, turn: int, reply: _Reply, step: StepResult, env_seconds: float, history: list[Message]) -> None:
         """Record a turn and what the environment said, and append both to the history."""
         self._add_turn(turn, reply, step.observations, env_seconds)
+        self._played.append((reply, step))
         self._rewards.extend(Reward(turn, value, name) for name, value in step.components.items())
         action = reply.text if step.postprocessed_action is None else step.postprocessed_action
         history.append({"role": "assistant", "content": action})

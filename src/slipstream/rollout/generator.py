@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from slipstream.config.settings import EnvSettings, RolloutSettings
@@ -84,7 +84,8 @@ class TurnGenerator:
         seed: the run's seed; noise is keyed by ``SampleKey``.
         determinism: ``exact`` submits lock-step waves (``concurrency`` then does not bound; the engine's batch does).
         engine_seconds: deadline of one engine call (of one wave in exact mode).
-        use_cache_salt: separate prefix caches by weight version, as captured when a group starts.
+        use_cache_salt: separate prefix caches by weight version: as captured when a group starts.
+        published: the version that was published last; later turns take it for their salt.
         on_event: told of completed turns, of superseded and cancelled attempts, and of finished members and groups, on
             the event loop.
         samples_per_step: training samples that a step usually asks for; the failure budget is a share of at least
@@ -113,6 +114,7 @@ class TurnGenerator:
         record_turns: bool = False,
         routed_experts: bool = False,
         top_logprobs: int = 0,
+        published: Callable[[], str | None] | None = None,
     ) -> None:
         self.engine, self.renderer, self.settings, self.seed = engine, renderer, settings, seed
         self.counters = EnvCounters()
@@ -124,6 +126,7 @@ class TurnGenerator:
         self._engine_seconds, self._salted, self._model = engine_seconds, use_cache_salt, model
         self._on_event, self._record_turns = on_event, record_turns
         self._routed_experts, self._top_logprobs = routed_experts, top_logprobs
+        self._published = published
         self.gate = WaveGate(engine, engine_seconds, waves) if determinism == "exact" else None
         self._direct = DirectLine(engine, engine_seconds)
         self._order = itertools.count()
@@ -188,7 +191,9 @@ class TurnGenerator:
                 self.meter,
                 salt,
                 self._model,
+                self._published,
                 self._on_event if self._record_turns and not task.eval else None,
+                self._tell,
                 routed_experts=self._routed_experts,
                 top_logprobs=self._top_logprobs,
             )

@@ -85,6 +85,17 @@ class TurnCompleted:
 
 
 @dataclass(frozen=True)
+class TurnRecovered:
+    """An engine or an environment was lost under a later turn, and the episode went on from its completed turns."""
+
+    task: GroupTask
+    trajectory_id: str
+    turn: int
+    fault: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class MemberFinished:
     """A member of a group that still runs has its outcome."""
 
@@ -116,7 +127,7 @@ class GroupFinished:
     group: Group
 
 
-RolloutEvent = TurnCompleted | MemberFinished | AttemptSuperseded | AttemptCancelled | GroupFinished
+RolloutEvent = TurnCompleted | TurnRecovered | MemberFinished | AttemptSuperseded | AttemptCancelled | GroupFinished
 OnEvent = Callable[[RolloutEvent], None]
 
 

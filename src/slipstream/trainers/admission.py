@@ -37,6 +37,7 @@ from slipstream.rollout.environment import EnvCounters, EnvSession
 from slipstream.rollout.envpool import EnvPool
 from slipstream.rollout.generator import make_env_factory
 from slipstream.trainers.checkpoint import CheckpointStore
+from slipstream.trainers.parts import handles_of
 from slipstream.trainers.replay import replay_update
 from slipstream.trajectory import Missing, Trajectory
 
@@ -274,24 +275,31 @@ def _shown(components: Any) -> str:
 
 
 def _weights(small: RunSettings, reader: LedgerReader) -> Iterator[Finding]:
-    algorithm = small.algorithm
-    owners = [f"policy: trained by the {small.training.backend} backend (lr {small.training.optimizer.lr:g})"]
-    if algorithm.kl_coef > 0:
-        owners.append("reference: the initial policy, frozen")
+    algorithm, critic = small.algorithm, small.algorithm.critic
+    learning_rate = small.training.optimizer.lr
+    meanings = {
+        "policy": f"trained by the {small.training.backend} backend (lr {learning_rate:g})",
+        "reference": "the initial policy, frozen",
+        "critic": "a head on the policy's backbone, trained with it"
+        if critic.backbone == "shared"
+        else f"a model of its own, from {critic.path or small.model.path}, trained (lr {critic.optimizer.lr:g})",
+        "teacher": f"{algorithm.teacher.path}, frozen",
+    }
+    owners = [f"{handle}: {meanings[handle]}" for handle in handles_of(small)]
+    owners += [f"teacher: served by {url}" for url in algorithm.teacher.urls]
     owners.append(f"sampling: {small.inference.engine} engine, gets every publish of the policy")
     yield Finding("weights", "ok", "; ".join(owners))
     publishes = reader.events("publish")
+    receipts = [event.data["receipt"] for event in reader.events("receipt")]
     wrong = [
-        f"{receipt['replica']} after {event.data['version']}: {receipt['result']}, holds {receipt['holds']}, "
+        f"{receipt['replica']} after {receipt['version']}: {receipt['result']}, holds {receipt['holds']}, "
         f"verification {receipt['verification'].get('verdict')}"
-        for event in publishes
-        for receipt in event.data["receipts"]
-        if receipt["holds"] != event.data["version"] or receipt["verification"].get("verdict") != "ok"
+        for receipt in receipts
+        if receipt["holds"] != receipt["version"] or receipt["verification"].get("verdict") != "ok"
     ]
     if wrong or not publishes:
         yield Finding("weights", "fail", "; ".join(wrong) or "nothing was ever published")
         return
-    receipts = [receipt for event in publishes for receipt in event.data["receipts"]]
     replicas = sorted({receipt["replica"] for receipt in receipts})
     kinds = sorted({str(receipt["verification"].get("kind")) for receipt in receipts})
     yield Finding(

@@ -167,7 +167,7 @@ class Loop:
         }
         idle = {"trainer": collected - started + drained - updated, "engine": self.books.idle_seconds - idle_before}
         engine_tokens = await self.hooks.sampled_tokens()
-        extra = _idle_metrics(idle, timings["step"])
+        extra = {**_idle_metrics(idle, timings["step"]), **_sync_metrics(published.receipts)}
         record = self._record(index + 1, selection, filtered, result, before, published, timings, extra, engine_tokens)
         metrics = await asyncio.to_thread(self.ledger.record_step, record)
         self.rollouts.check()
@@ -237,6 +237,16 @@ class Loop:
             flow=flow.flow,
             unheld=flow.unheld,
         )
+
+
+def _sync_metrics(receipts: Sequence[Receipt]) -> dict[str, float]:
+    """How the step's publish went: what a stop rule can watch."""
+    if not receipts:
+        return {}
+    return {
+        "sync/failed_replicas": float(sum(not receipt.published for receipt in receipts)),
+        "sync/attempts_max": float(max(receipt.attempts for receipt in receipts)),
+    }
 
 
 def _idle_metrics(idle: Mapping[str, float], step_seconds: float) -> dict[str, float]:

@@ -109,8 +109,8 @@ class Parts:
         await self.closing.aclose()
 
 
-def build_backend(settings: RunSettings) -> TorchBackend:
-    """The training backend with the handles that the settings need; raises ``ModelError`` or ``SettingsError``."""
+def handles_of(settings: RunSettings) -> tuple[str, ...]:
+    """Every owner of weights in the trainer, by its handle: the policy, and what the algorithm needs beside it."""
     algorithm = settings.algorithm
     needs = {*ADVANTAGES.get(algorithm.advantage).needs, *LOSSES.get(algorithm.loss).needs}
     wanted = {
@@ -119,13 +119,18 @@ def build_backend(settings: RunSettings) -> TorchBackend:
         "critic": "values" in needs,
         "teacher": algorithm.teacher.path is not None,
     }
+    return tuple(handle for handle, wants in wanted.items() if wants)
+
+
+def build_backend(settings: RunSettings) -> TorchBackend:
+    """The training backend with the handles that the settings need; raises ``ModelError`` or ``SettingsError``."""
     return TorchBackend(
         settings.model,
         settings.training,
-        handles=tuple(handle for handle, wants in wanted.items() if wants),
+        handles=handles_of(settings),
         seed=settings.seed,
-        critic=algorithm.critic,
-        teacher=algorithm.teacher,
+        critic=settings.algorithm.critic,
+        teacher=settings.algorithm.teacher,
     )
 
 
@@ -162,7 +167,13 @@ async def build_parts(
     settings = divide_cores(resolve_settings(settings, len(train) if train is not None else None))
     async with contextlib.AsyncExitStack() as stack:
         serving = await stack.enter_async_context(
-            open_serving(settings, tokenizer, incarnation, lambda text: ledger.event("warning", message=text))
+            open_serving(
+                settings,
+                tokenizer,
+                incarnation,
+                lambda text: ledger.event("warning", message=text),
+                lambda receipt: ledger.event("receipt", receipt=receipt.to_json()),
+            )
         )
         await check_teacher(settings.algorithm, tokenizer, settings.inference.request_timeout_seconds)
         backend = build_backend(settings)
@@ -208,6 +219,7 @@ def _default_generator(parts: Parts, waves: WaveLog | None, record_turns: bool) 
         record_turns=record_turns,
         routed_experts=settings.training.routing_replay,
         top_logprobs=reported_tokens(settings.algorithm),
+        published=lambda: parts.publisher.last_good,
     )
 
 

@@ -33,7 +33,7 @@ from slipstream.errors import SettingsError
 from slipstream.inference.embedded.engine import EmbeddedEngine
 from slipstream.ledger import Ledger, build_sinks, next_incarnation, write_report
 from slipstream.ledger.records import Stage
-from slipstream.rollout.types import AttemptCancelled, RolloutEvent
+from slipstream.rollout.types import AttemptCancelled, RolloutEvent, TurnRecovered
 from slipstream.rollout.waves import WaveLog
 from slipstream.schedule import Schedule, build_schedule
 from slipstream.trainers.account import TokenBooks
@@ -258,6 +258,10 @@ class Run:
         )  # fmt: skip
 
     def _on_rollout_event(self, event: RolloutEvent) -> None:
+        if isinstance(event, TurnRecovered):
+            where = {"trajectory": event.trajectory_id, "turn": event.turn}
+            self.ledger.event("recovered", **where, fault=event.fault, reason=event.reason)
+            return
         stale = (
             isinstance(event, AttemptCancelled) and self.loop.rollouts.why(event.task.group_id) == "stale"
         )  # the journal keeps groups that are taken back because the run ends
@@ -292,7 +296,7 @@ class Run:
             await self._reach_recorded_publish(self._recording)
         version = await self.parts.ensure_published()
         if changed:
-            self.ledger.event("publish", version=version, receipts=[r.to_json() for r in self.parts.receipts])
+            self.ledger.event("publish", version=version)
             if self._recorder is not None and self._in_process():
                 engine_step = (await self.parts.engine.metrics())["weight_update_step"]
                 self._recorder.published(version, int(engine_step))
@@ -434,9 +438,9 @@ class Run:
 
 
 def _peak_memory_gb() -> float:
-    """Peak resident memory of this process, in GiB."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
+    """Peak resident memory of this process, in units of 1e9 bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, KiB elsewhere
+    return peak * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
 @contextlib.contextmanager

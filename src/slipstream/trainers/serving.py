@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config.settings import RunSettings
+from slipstream.inference.launch.engines import Returned
 from slipstream.inference.pool.build import build_pool, needs_pool
 from slipstream.inference.pool.pool import ReplicaPool
 from slipstream.inference.types import Engine
+from slipstream.rollout.types import sampling_spec
 from slipstream.trajectory import WeightVersion
 from slipstream.weights import (
     DeltaTransport,
@@ -80,9 +82,16 @@ def transfer_dir(settings: RunSettings) -> Path:
 
 @contextlib.asynccontextmanager
 async def open_serving(
-    settings: RunSettings, tokenizer: Any, incarnation: int, warn: Callable[[str], object]
+    settings: RunSettings,
+    tokenizer: Any,
+    incarnation: int,
+    warn: Callable[[str], object],
+    on_receipt: Callable[[Receipt], None] | None = None,
 ) -> AsyncIterator[Serving]:
-    """Start what samples; ``warn`` is told when a replica is lost, comes back or is given up.
+    """Start what samples.
+
+    ``warn`` is told when a replica is lost, comes back or is given up; ``on_receipt`` what each replica came to at each
+    publish, failed ones and those of catching up included.
 
     Raises ``ModelError`` or ``InferenceError`` naming what cannot be used.
     """
@@ -103,12 +112,17 @@ async def open_serving(
             stack.push_async_callback(engine.close)
             await engine.start()
             replica = Replica(engine)
-            publisher = Publisher([replica], transport, pause_mode=inference.pause_mode)
+            publisher = Publisher([replica], transport, pause_mode=inference.pause_mode, on_receipt=on_receipt)
             stack.callback(publisher.close)
             yield Serving(replica, publisher)
             return
         folder, kind = transfer_dir(settings), inference.transport
         folder.mkdir(parents=True, exist_ok=True)
+        returns: list[Returned] = []
+        if sampling_spec(settings.rollout.sampling).cut:
+            returns.append("kept_sets")
+        if settings.training.routing_replay:
+            returns.append("routed_experts")
         pool = build_pool(
             inference,
             _model_directory(settings),
@@ -116,11 +130,15 @@ async def open_serving(
             weight_version=version,
             transfer_dir=folder,
             weight_transfer="nccl" if kind == "nccl" else "ipc" if kind == "ipc" else "slipstream",
+            returns=returns,
         )
         await pool.start()
         stack.push_async_callback(pool.close)
         publisher = Publisher(
-            [PooledReplica(pool, member) for member in pool.members], transport, pause_mode=inference.pause_mode
+            [PooledReplica(pool, member) for member in pool.members],
+            transport,
+            pause_mode=inference.pause_mode,
+            on_receipt=on_receipt,
         )
         stack.callback(publisher.close)
         link(pool, publisher)

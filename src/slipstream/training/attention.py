@@ -4,8 +4,9 @@ Owns: two functions registered with transformers' ``AttentionInterface``; both r
 ``active_layout`` has put in a context variable, so that no model class has to forward an argument.
 
 * ``slipstream_blockwise`` (CPU): every run is one causal flash call, and one full call from everything that hangs from
-  it, which is contiguous; a token's parts are merged by log-sum-exp.  Nothing is padded or copied, and grouped
-  key/value heads are read through zero strides.  The backward pass hands the *merged* output and log-sum-exp to the
+  it, which is contiguous; a token's parts are merged by log-sum-exp.  Grouped key/value heads are read through zero
+  strides.  Short runs of about one length are one batch of small products instead, padded to the longest: a kernel
+  call for each is mostly the call.  The backward pass hands the *merged* output and log-sum-exp to the
   kernel's backward for each part, which yields exactly that part's share of the gradient (the identity behind ring
   attention, Liu et al. 2023, arXiv:2310.01889).
 * ``slipstream_masked`` (any device, soft caps, sliding windows): one dense ``(T, T)`` mask.
@@ -25,6 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -36,6 +38,12 @@ from slipstream.training.layout import Layout, Run
 BLOCKWISE, MASKED = "slipstream_blockwise", "slipstream_masked"
 _ACTIVE: ContextVar[LayoutOnDevice | None] = ContextVar("slipstream_layout", default=None)
 _UNSUPPORTED = ("s_aux", "position_bias")
+_SHORT = 96
+"""Tokens: runs up to this length are laid side by side."""
+_STEP = 16
+"""Tokens: side by side lie runs whose lengths are the same multiple of this, rounded up."""
+_FEWEST = 3
+"""Runs: fewer than these are kernel calls of their own."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -170,6 +178,95 @@ class _Heads:
         return x_KTD[:, start:end].unsqueeze(1).expand(-1, self.repeats, -1, -1)
 
 
+@dataclass(frozen=True)
+class _Bunch:
+    """Short runs of about one length, side by side: ``n`` runs of ``L`` places, some of them pads.
+
+    ``take`` says which packed token each of the ``n L`` places reads (a pad reads its run's last), ``real`` which of
+    the places are no pads, ``tokens`` what those read, ``pads`` which are, and ``mask`` is 0 where place ``i`` of a run
+    sees place ``j`` and -inf elsewhere, ``(L, L)``.
+    """
+
+    n: int
+    take: Tensor
+    real: Tensor
+    tokens: Tensor
+    pads: Tensor
+    mask: Tensor
+
+
+@lru_cache(maxsize=16)  # all layers of a micro-batch ask for the same
+def _bunches(runs: tuple[Run, ...]) -> tuple[tuple[_Bunch, ...], tuple[Run, ...]]:
+    """Short runs in bunches, and the runs that are left."""
+    sizes: dict[int, list[Run]] = {}
+    alone: list[Run] = []
+    for run in runs:
+        length = run.stop - run.start
+        if length > _SHORT:
+            alone.append(run)
+        else:
+            sizes.setdefault(-(-length // _STEP), []).append(run)
+    bunches = []
+    for together in sizes.values():
+        if len(together) < _FEWEST:
+            alone += together
+            continue
+        longest = max(run.stop - run.start for run in together)
+        take = torch.tensor([min(run.start + i, run.stop - 1) for run in together for i in range(longest)])
+        is_real = torch.tensor([run.start + i < run.stop for run in together for i in range(longest)])
+        real = is_real.nonzero()[:, 0]
+        mask = torch.full((longest, longest), float("-inf")).triu_(1)
+        bunches.append(_Bunch(len(together), take, real, take[real], (~is_real).nonzero()[:, 0], mask))
+    return tuple(bunches), tuple(alone)
+
+
+class _Bunched:
+    """One bunch of one layer: ``B = K n`` products, whose rows are ``L`` places of ``r`` query heads each."""
+
+    def __init__(self, bunch: _Bunch, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scale: float) -> None:
+        self.bunch, self.kv, self.scale = bunch, k_KTD.shape[0], scale
+        self.repeats = q_HTD.shape[0] // self.kv
+        self.q, self.k, self.v = (self.gather(x) for x in (q_HTD, k_KTD, v_KTD))
+        self.mask = bunch.mask.to(q_HTD.dtype).repeat_interleave(self.repeats, 0)
+
+    def _by_head(self, x_HTD: Tensor) -> Tensor:
+        """``(K, T, r, ...)``, a view; ``r`` is 1 for keys and values."""
+        return x_HTD.unflatten(0, (self.kv, -1)).transpose(1, 2)
+
+    def gather(self, x_HTD: Tensor, *, zero_pads: bool = False) -> Tensor:
+        """``(B, L r, ...)``: a copy."""
+        found = self._by_head(x_HTD).index_select(1, self.bunch.take)
+        if zero_pads and len(self.bunch.pads):
+            found.index_fill_(1, self.bunch.pads, 0)
+        rows = found.shape[1] // self.bunch.n * found.shape[2]
+        return found.reshape(self.kv * self.bunch.n, rows, *found.shape[3:])
+
+    def scatter(self, x_BL: Tensor, into_HTD: Tensor) -> None:
+        """The reverse of ``gather``, without the pads."""
+        into = self._by_head(into_HTD)
+        whole = x_BL.reshape(self.kv, len(self.bunch.take), *into.shape[2:])
+        into.index_copy_(1, self.bunch.tokens, whole if not len(self.bunch.pads) else whole[:, self.bunch.real])
+
+    def scores(self) -> Tensor:
+        return torch.baddbmm(self.mask, self.q, self.k.transpose(1, 2), alpha=self.scale)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        scores = self.scores()
+        most = scores.amax(-1, keepdim=True)
+        weights = scores.sub_(most).exp_()
+        total = weights.sum(-1, keepdim=True)
+        return torch.bmm(weights, self.v).div_(total), most.add_(total.log_())[..., 0]
+
+    def backward(self, go: Tensor, delta: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        weights = self.scores().sub_(lse.unsqueeze(-1)).exp_()
+        d_scores = torch.bmm(go, self.v.transpose(1, 2)).sub_(delta.unsqueeze(-1)).mul_(weights).mul_(self.scale)
+        return (
+            torch.bmm(d_scores, self.k),
+            torch.bmm(d_scores.transpose(1, 2), self.q),
+            torch.bmm(weights.transpose(1, 2), go),
+        )
+
+
 def attend_runs(
     query: Tensor, key: Tensor, value: Tensor, scale: float, runs: tuple[Run, ...]
 ) -> tuple[Tensor, Tensor]:
@@ -178,8 +275,6 @@ def attend_runs(
     Half-precision inputs are widened for the kernel calls: on CPUs its bfloat16 backward is up to ten times
     slower than float32 on short runs and no faster on long ones, and the merge wants float32 anyway.
 
-    Every call works on views.  Laying short runs out as one padded batch was measured to cost more, since it copies
-    queries, keys, values and outputs, than the calls that it saves.
     """
     q, k, v = (_widen(x) for x in (query, key, value))
     heads = _Heads(q.shape[0], k.shape[0])
@@ -191,7 +286,13 @@ def attend_runs(
         part, part_lse = _flash(heads.query(q, *queries), keys, values, 0.0, causal, scale=scale)
         return part, part_lse, heads.query(out.transpose(0, 1), *queries), heads.query(lse.t(), *queries)
 
-    for run in runs:
+    bunches, alone = _bunches(runs)
+    for bunch in bunches:
+        bunched = _Bunched(bunch, q, k, v, scale)
+        part, part_lse = bunched.forward()
+        bunched.scatter(part, out.transpose(0, 1))
+        bunched.scatter(part_lse, lse.t())
+    for run in alone:
         part, part_lse, whole, whole_lse = attend((run.start, run.stop), run, True)
         whole.copy_(part)
         whole_lse.copy_(part_lse)
@@ -230,7 +331,17 @@ def attend_runs_backward(
         gq, gk, gv = _flash_backward(go, at, keys, values, merged, merged_lse, 0.0, causal, scale=scale)
         return gq.flatten(0, 1), gk.sum(1), gv.sum(1)
 
-    for run in runs:
+    bunches, alone = _bunches(runs)
+    delta_HT = (go_HTD * out_HTD).sum(-1) if bunches else None
+    for bunch in bunches:
+        assert delta_HT is not None
+        bunched = _Bunched(bunch, q, k, v, scale)
+        shares = bunched.backward(
+            bunched.gather(go_HTD, zero_pads=True), bunched.gather(delta_HT, zero_pads=True), bunched.gather(lse.t())
+        )
+        for share, whole in zip(shares, (dq, dk, dv), strict=True):
+            bunched.scatter(share, whole)
+    for run in alone:
         own = slice(run.start, run.stop)
         dq[:, own], dk[:, own], dv[:, own] = back((run.start, run.stop), run, True)
     for run in _forks(runs):

@@ -62,8 +62,22 @@ def _entropy(value: Any, view: View) -> Any:
     return view.get(f"{PREFIX}.entropy_loss_coef") if view.get(f"{PREFIX}.use_entropy_loss") else 0.0
 
 
+_MASKS = (
+    "sequence_mask_metric",
+    "outlier_token_is_threshold_low",
+    "outlier_token_is_threshold_high",
+    "token_mask_is_threshold_low",
+    "token_mask_is_threshold_high",
+)
+
+
 def _anchor(value: Any, view: View) -> str:
-    """What SkyRL's ratio is measured from: the policy before the update, or the sampler."""
+    """What SkyRL's ratio is measured from: the policy before the update, or the sampler.
+
+    Its masks compare the two, so they need the policy's scores beside a loss that does not.
+    """
+    if any(view.get(f"{OFF_POLICY}.{mask}") is not None for mask in _MASKS):
+        return "recompute"
     loss = view.get(f"{PREFIX}.policy_loss_type")
     at_sampler = loss in AT_THE_SAMPLER or (loss == "cispo" and view.get(f"{PREFIX}.cispo.cispo_anchor") == "rollout")
     return "sampler" if at_sampler else "recompute"

@@ -238,7 +238,7 @@ class EngineCore:
 
     # ---- one step
 
-    @torch.inference_mode()
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
     def step(self) -> None:
         """Admit, run, sample, finish."""
         self._drop_cancelled()

@@ -195,7 +195,7 @@ class EmbeddedEngine:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
 
-    @torch.inference_mode()
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
     def _loop(self, core: EngineCore) -> None:
         while True:
             with self._wake:

