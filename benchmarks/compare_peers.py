@@ -209,7 +209,9 @@ def _our_advantage(case: dict[str, Any], data: dict[str, np.ndarray]) -> dict[st
             out[i] = gae_compacted(data["rewards"][i], data["values"][i], mask[i], 0.9, 0.8) + data["values"][i]
         return {"value": out * mask}
     settings = AlgorithmSettings(**{k: v for k, v in case.items() if k != "what"})
-    advantages = compute_advantages(_trajectories(data), settings)
+    mask = data["mask"].astype(bool)
+    values = {f"t{i}": [data["values"][i][mask[i]]] for i in range(ROWS)}
+    advantages = compute_advantages(_trajectories(data), settings, arrays={"values": values})
     out = np.zeros((ROWS, LENGTH))
     for i in range(ROWS):
         out[i][data["mask"][i].astype(bool)] = advantages[f"t{i}"]
@@ -340,9 +342,14 @@ def _verl_advantage(case: dict[str, Any], data: dict[str, np.ndarray]) -> dict[s
     from verl.trainer.ppo import core_algos
 
     rewards, mask = torch.tensor(data["rewards"]), torch.tensor(data["mask"])
+    # From a deviation with n - 1 to one with n.
+    factor = math.sqrt(data["mask"].sum() / (data["mask"].sum() - 1)) if case.get("by_n") else 1.0
     if case["name"] == "gae":
-        _, returns = core_algos.compute_gae_advantage_return(rewards, torch.tensor(data["values"]), mask, 0.9, 0.8)
-        return {"value": (returns * mask).numpy()}
+        out, returns = core_algos.compute_gae_advantage_return(rewards, torch.tensor(data["values"]), mask, 0.9, 0.8)
+        return {"value": ((returns if case.get("take") else out * factor) * mask).numpy()}
+    if case["name"] == "reinforce_plus_plus_baseline":
+        out, _ = core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage(rewards, mask, data["group"])
+        return {"value": (out * factor * mask).numpy()}
     if case["name"] == "reinforce_plus_plus":
         from types import SimpleNamespace
 

@@ -176,6 +176,20 @@ CASES: Sequence[Case] = (
         "mean square of what is trained is 1. They meet as batches grow",
     ),
     Case(
+        "REINFORCE++-baseline advantage",
+        "verl",
+        {"what": "advantage", "name": "reinforce_plus_plus_baseline", "by_n": True},
+        {"what": "advantage", "advantage": "reinforce_pp_baseline"},
+        note="after the factor between deviations with n - 1 and n, see above",
+    ),
+    Case(
+        "GAE advantage",
+        "verl",
+        {"what": "advantage", "name": "gae", "by_n": True},
+        {"what": "advantage", "advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8},
+        note="as above",
+    ),
+    Case(
         "GRPO advantage of a lone sample",
         "verl",
         {"what": "advantage", "name": "grpo"},

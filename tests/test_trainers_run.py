@@ -187,6 +187,25 @@ class Broken(Flaky):
         raise RuntimeError("always")
 
 
+class Interrupted(BaseTextEnv):
+    """Two turns; the server behind the first instances goes away under the second turn."""
+
+    made = 0
+
+    def __init__(self, env_config: object, extras: dict[str, object]) -> None:
+        super().__init__()
+        type(self).made += 1
+        self.lost = type(self).made <= 3
+
+    def step(self, action: str):
+        self.turns += 1
+        if self.turns == 2 and self.lost:
+            raise ConnectionError("the server went away")
+        observations = [{"role": "user", "content": "again"}] if self.turns == 1 else []
+        return {"observations": observations, "reward": 0.5, "done": self.turns == 2, "metadata": {}}
+
+
+register(id="interrupted_test", entry_point=Interrupted)
 register(id="flaky_test", entry_point=Flaky)
 register(id="broken_test", entry_point=Broken)
 
@@ -207,6 +226,19 @@ def test_a_failing_environment_costs_members_not_the_run(tiny_dir: Path, tmp_pat
     for record in records:
         if record.disposition == "failed":
             assert record.advantage is None
+
+
+def test_a_lost_environment_costs_no_completed_turn_and_the_ledger_tells_of_it(tiny_dir: Path, tmp_path: Path) -> None:
+    data = rows_for("interrupted_test", tmp_path / "d.jsonl")
+    train(tiny_settings(tiny_dir, tmp_path / "r", f"data.train={data}", "schedule.steps=1", "data.eval=[]"))
+    reader = LedgerReader(tmp_path / "r")
+    told = [event.data for event in reader.events("recovered")]
+    assert [(event["turn"], event["fault"]) for event in told] == [(1, "env_raised")] * 3
+    assert all("went away" in event["reason"] for event in told)
+    records = list(reader.trajectories(phase="train"))
+    assert {event["trajectory"] for event in told} <= {r.trajectory.trajectory_id for r in records}
+    assert {(r.disposition, r.trajectory.attempt) for r in records} == {("trained", 0)}
+    assert all(len(r.trajectory.turns) == 2 for r in records)
 
 
 def test_a_hopeless_environment_stops_the_run_naming_the_fault(tiny_dir: Path, tmp_path: Path) -> None:

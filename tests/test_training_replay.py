@@ -12,6 +12,7 @@ from replay_kit import groups, requests
 from slipstream.algorithms.advantages import compute_advantages
 from slipstream.algorithms.batch import Batch
 from slipstream.algorithms.compile import compile_batch
+from slipstream.algorithms.losses import LOSSES
 from slipstream.algorithms.objective import LossSpec
 from slipstream.config.settings import (
     AlgorithmSettings,
@@ -29,6 +30,7 @@ from slipstream.training.torch_backend import TorchBackend
 from slipstream.trajectory import KEPT_SETS, ROUTED_EXPERTS, TOP_LOGPROBS, SamplingSpec
 
 CUT = SamplingSpec(temperature=1.3, top_p=0.9, top_k=12)
+ANCHORED = [name for name in LOSSES.names() if "old_logprobs" in LOSSES.get(name).needs]
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +90,11 @@ async def test_at_learning_rate_zero_every_replayed_ratio_is_exactly_one(model_d
     with backend(path, lr=0.0) as trainer:
         for _ in range(2):
             anchor = trainer.forward("policy", batch).result().logprobs
-            out = trainer.forward_backward("policy", batch, LossSpec("ppo_clip", old_logprobs=anchor)).result()
-            assert trainer.optim_step("policy").result().applied
-            assert out.metrics["loss_metrics/ratio_max"] == out.metrics["loss_metrics/ratio_min"] == 1.0
+            for name in ANCHORED:
+                out = trainer.forward_backward("policy", batch, LossSpec(name, old_logprobs=anchor)).result()
+                assert trainer.optim_step("policy").result().applied
+                assert out.metrics["loss_metrics/ratio_max"] == out.metrics["loss_metrics/ratio_min"] == 1.0, name
+                assert out.metrics["loss_metrics/approx_kl"] == 0.0, name
 
 
 @pytest.mark.parametrize("spec", [SamplingSpec(), CUT], ids=["whole", "cut"])

@@ -116,6 +116,7 @@ def judge(drill: Drill, killed: int, stopped: Counter[str], run_dir: Path, told_
     drill.notes["steps"] = len(reader.events("step", live_only=True))
     lost = [r for r in reader.trajectories(phase="train") if r.disposition == "superseded"]
     drill.notes["attempts_superseded"] = len(lost)
+    drill.notes["turns_gone_on_with"] = len(reader.events("recovered"))
 
 
 def test_an_engine(tiny_dir: Path, tmp_path: Path) -> None:

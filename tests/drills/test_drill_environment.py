@@ -181,6 +181,7 @@ def note_fates(drill: Drill, run_dir: Path) -> None:
     """How many samples were trained, failed, superseded."""
     fates = Counter(r.disposition.partition(":")[0] for r in LedgerReader(run_dir).trajectories(phase="train"))
     drill.notes["samples"] = dict(sorted(fates.items()))
+    drill.notes["turns_gone_on_with"] = len(LedgerReader(run_dir).events("recovered"))
 
 
 def test_an_environment_server_that_stays_away(tiny_dir: Path, tmp_path: Path) -> None:

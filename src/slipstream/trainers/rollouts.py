@@ -25,7 +25,6 @@ from slipstream.errors import DeadlineError
 from slipstream.rollout.progress import GroupProgress
 from slipstream.rollout.types import Generator, GroupTask
 from slipstream.schedule import Schedule
-from slipstream.trajectory import Group
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Flight:
 
     task: GroupTask
     started: float
-    handle: asyncio.Task[Group] = field(repr=False)
+    handle: asyncio.Task[None] = field(repr=False)
     why: str = ""
     """Why it is being taken back."""
 
@@ -98,7 +97,7 @@ class Rollouts:
     def _start(self, again: str | None) -> None:
         ticket, row = self._ticket(again)
         task = self._task(ticket, row)
-        handle = asyncio.get_running_loop().create_task(self.generator.generate_group(task), name=task.group_id)
+        handle = asyncio.get_running_loop().create_task(self._fly(task), name=task.group_id)
         self._flights[task.group_id] = Flight(task, time.monotonic(), handle)
         handle.add_done_callback(lambda _: self._ended(task.group_id))
         self.schedule.submitted(task.group_id, again)
@@ -138,18 +137,28 @@ class Rollouts:
             flight.why = why
             flight.handle.cancel(why)
 
+    async def _fly(self, task: GroupTask) -> None:
+        group = await self.generator.generate_group(task)
+        # No await from here to its end, and no callback, which would run later: whoever counts tokens or writes a
+        # checkpoint finds the group with the generator or with the schedule, never with neither.
+        self._settle(task.group_id, lambda flight: self.schedule.finished(group))
+
     def _ended(self, group_id: str) -> None:
+        flight = self._flights.get(group_id)
+        if flight is None:  # it has been told as finished
+            return
+        if flight.handle.cancelled():
+            self._settle(group_id, lambda flight: self.schedule.cancelled(group_id, flight.why or "cancelled"))
+        elif (error := flight.handle.exception()) is not None:
+            self._error = self._error or error
+            self._settle(group_id, lambda _: self.schedule.failed(group_id, f"{type(error).__name__}: {error}"))
+
+    def _settle(self, group_id: str, tell: Callable[[Flight], object]) -> None:
+        """Let go of a group that has ended, tell the schedule, and start what may start now."""
         flight = self._flights.pop(group_id)
         self._tickets[group_id] = replace(self._tickets[group_id], ended=True)
-        handle = flight.handle
         try:
-            if handle.cancelled():
-                self.schedule.cancelled(group_id, flight.why or "cancelled")
-            elif (error := handle.exception()) is not None:
-                self.schedule.failed(group_id, f"{type(error).__name__}: {error}")
-                self._error = self._error or error
-            else:
-                self.schedule.finished(handle.result())
+            tell(flight)
             self.pump()
         except Exception as error:  # noqa: BLE001 - a callback has no caller: ``changed`` raises it
             self._error = self._error or error
