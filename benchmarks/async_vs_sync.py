@@ -7,10 +7,10 @@ The work is that of ``train()``: embedded engine, turn loop, update, verified pu
 million parameters answers in one turn and earns the share of its characters that come before 'a'.  The environment is
 a judge that takes its time: each sample waits for a log-normal time that stands in its data row, drawn from the seed,
 so that both arms wait the same times for the same prompts.  Held-out prompts wait for nothing.  How long the judge
-takes is scaled to the machine, once: so that a synchronous step, of which a first short run without waits says how long
-it computes, is idle for about ``IDLE_SHARE``.
+takes is scaled to the machine as it is when a seed begins: so that a synchronous step, of which a first short run
+without waits says how long it computes, is idle for about ``IDLE_SHARE``.
 
-Each seed has its own model and data and three runs, each in a process of its own:
+Each seed has its own model and data and, after that first run, three more, each in a process of its own:
 
 =========  ==============  ==============================  =========
 run        schedule        threads                         waits
@@ -404,20 +404,26 @@ def start(name: str, arm: str, data: str, seed: int, steps: int, folder: Path, e
     return Arm(**json.loads(out.read_text()))
 
 
-def busy_seconds(folder: Path, extra: Sequence[str]) -> float:
-    """How long a synchronous step computes on this machine when nothing has to be waited for."""
-    prepare(folder, 0, ALONE_STEPS, 0.0)
-    return statistics.median(start("probe", "sync", "quick", 0, ALONE_STEPS, folder, extra).step[1:])
+def busy_seconds(seed: int, folder: Path, extra: Sequence[str]) -> float:
+    """How long a synchronous step computes on this machine, now, when nothing has to be waited for."""
+    prepare(folder, seed, ALONE_STEPS, 0.0)
+    return statistics.median(start("probe", "sync", "quick", seed, ALONE_STEPS, folder, extra).step[1:])
 
 
-def bench_seed(seed: int, steps: int, median: float, folder: Path, extra: Sequence[str]) -> dict[str, Any]:
+def bench_seed(seed: int, steps: int, folder: Path, extra: Sequence[str]) -> dict[str, Any]:
     """Three runs over one model and one data set."""
+    busy = busy_seconds(seed, folder / "probe", extra)
+    median = median_wait(busy)
+    print(
+        f"seed {seed}: a synchronous step computes for {busy:.2f} s; the judge's median is {median:.3f} s", flush=True
+    )
     prepare(folder, seed, max(steps, ALONE_STEPS), median)
     sync = start("sync", "sync", "train", seed, steps, folder, extra)
-    beside = start("async", "async", "train", seed, steps, folder, extra)
     alone = start("alone", "alone", "quick", seed, ALONE_STEPS, folder, extra)
+    beside = start("async", "async", "train", seed, steps, folder, extra)
     runs = {"sync": asdict(sync), "async": asdict(beside), "alone": asdict(alone)}
-    return {"seed": seed, **compare(sync, beside, alone), "runs": runs}
+    waits = {"median_seconds": median, "scaled_to_busy_seconds": busy}
+    return {"seed": seed, **compare(sync, beside, alone), "waits": waits, "runs": runs}
 
 
 def two_cores() -> list[int]:
@@ -493,12 +499,8 @@ def main() -> None:
     result: dict[str, Any] = {"machine": {**machine(), "used_cores": cores}, "work": work, "seeds": options.seeds}
     done: list[dict[str, Any]] = []
     try:
-        busy = busy_seconds(folder / "probe", options.set)
-        median = median_wait(busy)
-        work["waits"] |= {"median_seconds": median, "scaled_to_busy_seconds": busy}
-        print(f"a synchronous step computes for {busy:.2f} s; the judge's median is {median:.3f} s", flush=True)
         for seed in range(options.seeds):
-            done.append(bench_seed(seed, options.steps, median, folder / str(seed), options.set))
+            done.append(bench_seed(seed, options.steps, folder / str(seed), options.set))
             show(done[-1])
             result |= {**summary(done), "by_seed": done, "seconds": time.perf_counter() - started}
             options.out.parent.mkdir(parents=True, exist_ok=True)

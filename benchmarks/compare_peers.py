@@ -210,7 +210,7 @@ def _our_advantage(case: dict[str, Any], data: dict[str, np.ndarray]) -> dict[st
         return {"value": out * mask}
     settings = AlgorithmSettings(**{k: v for k, v in case.items() if k != "what"})
     mask = data["mask"].astype(bool)
-    values = {f"t{i}": [data["values"][i][mask[i]]] for i in range(ROWS)}
+    values = {f"t{i}": data["values"][i][mask[i]] for i in range(ROWS)}
     advantages = compute_advantages(_trajectories(data), settings, arrays={"values": values})
     out = np.zeros((ROWS, LENGTH))
     for i in range(ROWS):

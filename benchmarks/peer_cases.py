@@ -59,8 +59,8 @@ CASES: Sequence[Case] = (
         verl("vanilla"),
         ours("ppo_clip", **CLIP),
         "differ",
-        "verl's vanilla loss always bounds bad tokens at 3 abs(A) (dual clip). PPO's paper does not; here that is "
-        "dual_clip",
+        "verl's vanilla loss bounds bad tokens at clip_ratio_c abs(A), 3 by default (dual clip). PPO's paper does not; "
+        "here that is dual_clip",
         WIDE,
     ),
     Case("GSPO", "verl", verl("gspo", "seq-mean-token-mean"), ours("gspo", "sequence_mean", **CLIP)),

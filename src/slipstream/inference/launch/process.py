@@ -109,12 +109,21 @@ class Child:
     @property
     def why_ended(self) -> str:
         """One line on how it ended, then the end of its log."""
-        code = self._process.returncode if self._process is not None else None
-        if code is None:
+        status = self._status
+        if status is None:
             return f"{self.name} is running"
-        status = code if code >= 0 else 128 - code  # of the guard itself
-        how = f"by signal {status - 128}" if status > 128 else f"with status {status}"
+        how = f"by signal {self.signal}" if self.signal else f"with status {status}"
         return f"{self.name} ended {how}; the end of {self.log}:\n{_tail(self.log)}"
+
+    @property
+    def signal(self) -> int:
+        """The signal that ended it; 0 when it runs, or ended by itself."""
+        return max((self._status or 0) - 128, 0)
+
+    @property
+    def _status(self) -> int | None:
+        code = self._process.returncode if self._process is not None else None
+        return code if code is None or code >= 0 else 128 - code  # negative: of the guard itself
 
     async def ready(self, probe: Callable[[], Awaitable[bool]], seconds: float) -> None:
         """Wait until ``probe`` answers true.

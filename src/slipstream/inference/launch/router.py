@@ -125,7 +125,7 @@ class RouterProcess:
                 await child.ready(answers, _READY_SECONDS)
             except InferenceError:
                 await client.close()
-                if not child.exited.is_set() or attempt == _PORT_TRIES - 1:
+                if not child.exited.is_set() or child.signal or attempt == _PORT_TRIES - 1:
                     raise
                 continue  # another process took the port between choosing and binding it
             self._child, self._http, self._workers = child, client, set(urls)

@@ -48,6 +48,15 @@ _DEAF_AFTER = 3
 """Changes of workers, or starts, that the router refuses in a row before it is replaced."""
 
 
+async def _first_cause(member: Member, reason: str) -> str:
+    """Why a member could not be brought back: the end of its process, where that is what broke the call."""
+    if member.child is None:
+        return reason
+    await first_of(member.child.exited, seconds=0.2)  # a broken connection may be known before the process's end
+    ended = member.child.why_ended if member.child.exited.is_set() else ""
+    return reason if ended.split("\n")[0] in reason else f"{ended}\nand so: {reason}"
+
+
 class ReplicaPool:
     """See the module.
 
@@ -314,6 +323,7 @@ class ReplicaPool:
                 member.reason = str(error)
             except Exception as error:  # noqa: BLE001 - fault boundary: resync is the owner's code; it is tried again
                 member.reason = f"{type(error).__name__}: {error}"
+            member.reason = await _first_cause(member, member.reason)
             logger.warning("replica %s did not come back: %s", member.name, member.reason)
             self._set(member, "down", member.reason)
             await asyncio.sleep(pause)
