@@ -320,6 +320,21 @@ def engine_threads():
     return [t for t in threading.enumerate() if t.name.startswith("slipstream-engine")]
 
 
+async def test_a_request_that_still_waits_is_ended_without_tokens_and_the_engine_lives():
+    async with running(max_batch_size=1) as engine:
+        requests = [request(prompt(5, i), max_tokens=400) for i in range(3)]
+        asked = [asyncio.create_task(engine.generate(one)) for one in requests]
+        await tokens_made(engine, 3)
+        assert (await engine.metrics())["num_requests_waiting"] == 2
+        await engine.abort([requests[1].request_id])
+        ended = await asyncio.wait_for(asked[1], 30)
+        assert (ended.token_ids, ended.versions, ended.finish_reason) == ((), (), "abort")
+        await engine.abort([one.request_id for one in requests])
+        assert len((await asyncio.wait_for(engine.generate(request(prompt(5))), 30)).token_ids) == 8
+        for task in asked:
+            task.cancel()
+
+
 async def test_closing_fails_what_is_in_flight_and_leaves_no_thread():
     async with running(max_batch_size=1) as engine:
         tasks = [asyncio.create_task(engine.generate(request(prompt(5), max_tokens=400))) for _ in range(3)]

@@ -213,6 +213,24 @@ async def test_concurrency_bounds_episodes_in_flight() -> None:
     assert 1 < most <= 3
 
 
+async def test_when_the_budget_ends_a_group_every_token_is_told_of() -> None:
+    """Also those of the members whose failures ended it."""
+    told: list[Any] = []
+    maker = EnvMaker(lambda _: [step(0.0, "more"), RuntimeError("boom"), RuntimeError("boom")])
+    settings = RolloutSettings(
+        max_turns=3,
+        sampling=SamplingSettings(max_tokens_per_turn=2),
+        failures=FailureBudget(attempts=2, max_failed_fraction=0.1),
+    )
+    rollout = TurnGenerator(fake(), Renderer(TOKENIZER), maker, settings, 0, on_event=told.append)
+    with pytest.raises(BudgetExceededError):
+        await rollout.generate_group(task(n=4))
+    await rollout.aclose()
+    assert rollout.held_tokens() == 0
+    tokens = sum(e.trajectory.sampled_tokens for e in told if isinstance(e, AttemptSuperseded | AttemptCancelled))
+    assert tokens == rollout.meter.delivered["train"] > 0
+
+
 async def test_cache_salt_is_the_weight_version() -> None:
     engine = fake(weight_version="policy/2/7")
     settings = RolloutSettings(sampling=SamplingSettings(max_tokens_per_turn=2))

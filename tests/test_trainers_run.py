@@ -140,6 +140,22 @@ def test_kl_reference_minibatches_and_epochs_run_and_resume(tiny_dir: Path, tmp_
     assert last["policy/policy_entropy"] > 0
 
 
+def test_an_adaptive_kl_coefficient_goes_on_where_it_was(tiny_dir: Path, tmp_path: Path) -> None:
+    controller = [f"algorithm.kl_controller.{value}" for value in ("kind=adaptive", "target=0.001", "horizon=20")]
+    given = [*EXACT, "algorithm.kl_coef=0.1", *controller, "schedule.steps=4", "data.eval=[]"]
+
+    def coefficients(name: str) -> list[float]:
+        return [row.values["policy/kl_coef"] for row in LedgerReader(tmp_path / name).metrics("train")]
+
+    train(tiny_settings(tiny_dir, tmp_path / "whole", *given))
+    settings = tiny_settings(tiny_dir, tmp_path / "cut", *given)
+    train(settings, [StopAt(3)])
+    train(settings)
+    assert coefficients("cut") == coefficients("whole")
+    assert coefficients("whole")[0] == 0.1
+    assert len(set(coefficients("whole"))) == 4, "the coefficient moved at every step"
+
+
 def test_other_settings_are_refused_on_resume_by_name(uninterrupted: Path, tiny_dir: Path) -> None:
     with pytest.raises(SettingsError, match=r"training\.optimizer\.lr"):
         train(tiny_settings(tiny_dir, uninterrupted, *EXACT, "training.optimizer.lr=0.5"))

@@ -78,6 +78,14 @@ def check_loss(name: str, settings: Mapping[str, Any] | None = None, *, seed: in
     return findings
 
 
+def reported_metrics(name: str) -> tuple[str, ...]:
+    """Names of the metrics that the loss called ``name`` reports, found by asking it about a small batch."""
+    loss = LOSSES.get(name)
+    trial = _Trial(loss, name, loss.settings({}), _batch(np.random.default_rng(0)), 0)
+    xp, flat = numpy_ops(), np.concatenate(trial.outputs)
+    return tuple(trial.call(xp, trial.inputs(xp, trial.prepared(), trial.everything, flat)).metrics)
+
+
 # ---- a batch, and one evaluation of the loss
 
 

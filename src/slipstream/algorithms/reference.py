@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.algorithms.advantages import ADVANTAGES, Estimator
+from slipstream.algorithms.loss_check import reported_metrics
 from slipstream.algorithms.losses import LOSSES, Loss
 from slipstream.algorithms.reduce import REDUCTIONS, Reduction
 from slipstream.config.algorithm import OffPolicySettings
@@ -83,10 +84,17 @@ def _estimators() -> str:
 
 def _losses() -> str:
     losses = [LOSSES.get(name) for name in LOSSES]
-    policy = [_row(loss, "loss_settings", loss.use) for loss in losses if loss.kind == "policy"]
-    others = [_row(loss, "", loss.use) for loss in losses if loss.kind != "policy"]
+    words = {loss.name: f"{loss.use}{_metrics(loss.name)}" for loss in losses}
+    policy = [_row(loss, "loss_settings", words[loss.name]) for loss in losses if loss.kind == "policy"]
+    others = [_row(loss, "", words[loss.name]) for loss in losses if loss.kind != "policy"]
     note = "Losses that are chosen elsewhere, for text to learn and for critics:"
-    return "\n".join(["## Losses", "", _own("algorithm.loss"), "", *_table(policy), note, "", *_table(others)])
+    own = f"{_own('algorithm.loss')} A metric appears as `policy/loss_metrics/NAME`."
+    return "\n".join(["## Losses", "", own, "", *_table(policy), note, "", *_table(others)])
+
+
+def _metrics(loss: str) -> str:
+    names = ", ".join(f"`{name}`" for name in reported_metrics(loss))
+    return f" Metrics: {names}." if names else ""
 
 
 def _corrections() -> str:

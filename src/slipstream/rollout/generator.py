@@ -227,14 +227,14 @@ class TurnGenerator:
                 trajectory = await self._attempt(here, Job(task, sample, attempt, past), services, line)
                 outcome, past = trajectory.outcome, ()
                 tries += 1
-                if isinstance(outcome, Failed) and (not outcome.retryable or tries >= failures.attempts):
-                    self.failures.failed(task.phase, task.scheduled_step, outcome.fault, outcome.reason)
-                elif isinstance(outcome, Failed | Cancelled):
-                    self._tell(AttemptSuperseded(task, trajectory))
-                    continue
-                break
+                for_good = isinstance(outcome, Failed) and (not outcome.retryable or tries >= failures.attempts)
+                if for_good or not isinstance(outcome, Failed | Cancelled):
+                    break
+                self._tell(AttemptSuperseded(task, trajectory))
             here.done[sample] = trajectory
             del here.live[sample]
+            if isinstance(outcome, Failed):  # may raise: the group is then taken back, this member with the others
+                self.failures.failed(task.phase, task.scheduled_step, outcome.fault, outcome.reason)
             self._tell(MemberFinished(task, trajectory))
             return trajectory
         finally:

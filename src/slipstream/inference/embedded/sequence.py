@@ -154,6 +154,8 @@ class Sequence:
         return matched
 
     def _versions(self) -> tuple[VersionRun, ...]:
+        if not self.output:  # ended while it waited
+            return ()
         ends = [start for _, start in self._runs[1:]] + [len(self.output)]
         return tuple(VersionRun(v, start, end) for (v, start), end in zip(self._runs, ends, strict=True))
 
