@@ -231,6 +231,28 @@ async def test_when_the_budget_ends_a_group_every_token_is_told_of() -> None:
     assert tokens == rollout.meter.delivered["train"] > 0
 
 
+async def test_an_episode_that_is_cancelled_while_its_session_is_ended_is_told_of() -> None:
+    ending = asyncio.Event()
+
+    class Slow(FakeEngine):
+        async def finish_session(self, session_id: str) -> None:
+            ending.set()
+            await asyncio.Event().wait()
+
+    told: list[Any] = []
+    engine = Slow(VOCAB, eos_token_ids=(EOS,), tokenizer=TOKENIZER, reply=lambda _: list(b"ok"))
+    maker = EnvMaker(lambda _: [step(1.0, done=True)])
+    rollout = TurnGenerator(engine, Renderer(TOKENIZER), maker, RolloutSettings(), 0, on_event=told.append)
+    running = asyncio.create_task(rollout.generate_group(task(n=1)))
+    await ending.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await rollout.aclose()
+    assert [e.trajectory.sampled_tokens for e in told if isinstance(e, AttemptCancelled)] == [3]
+    assert (rollout.meter.delivered["train"], rollout.held_tokens()) == (3, 0)
+
+
 async def test_cache_salt_is_the_weight_version() -> None:
     engine = fake(weight_version="policy/2/7")
     settings = RolloutSettings(sampling=SamplingSettings(max_tokens_per_turn=2))

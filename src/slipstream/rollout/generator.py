@@ -246,15 +246,23 @@ class TurnGenerator:
         def told(trajectory: Trajectory) -> None:
             self._tell(AttemptCancelled(job.task, trajectory))
 
+        ended: Trajectory | None = None
         try:
             if self.gate is not None:
                 # Waves need every live episode at the gate, so a bound here would stop them.
-                return await run_cancellable(episode, told)
-            async with self._semaphore():
-                return await run_cancellable(episode, told)
+                ended = await run_cancellable(episode, told)
+            else:
+                async with self._semaphore():
+                    ended = await run_cancellable(episode, told)
+            return ended
         finally:
             if isinstance(self.engine, KeepsSessions):
-                await self.engine.finish_session(job.trajectory_id)
+                try:
+                    await self.engine.finish_session(job.trajectory_id)
+                except asyncio.CancelledError:  # an engine that is being replaced may keep it waiting
+                    if ended is not None:
+                        told(ended)
+                    raise
 
     def _semaphore(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()

@@ -98,7 +98,7 @@ def _words(summary: Mapping[str, Any], result: RunResult) -> str:
         f"{summary['minutes']:.1f} minutes, peak memory {summary['peak_memory_gb']:.1f} GB",
         "",
         "Next:",
-        "  make quickstart FULL=1                                  three times the steps",
+        "  make quickstart FULL=1                                  the longer run, 50 steps",
         f"  slipstream ledger {result.run_dir} 'SELECT data_source, avg(total_reward) FROM trajectories GROUP BY 1'",
         "  docs/environments.md                                    train on an environment of your own",
     ]
