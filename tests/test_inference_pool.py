@@ -472,6 +472,12 @@ def test_servers_are_started_to_return_what_the_trainer_replays(tmp_path, given)
         return build_pool(settings, "m", log_dir=tmp_path, returns=returns).members[0].spec.command(1)
 
     assert not flags & set(command(()))
+
+    def environment(returns):
+        return build_pool(settings, "m", log_dir=tmp_path, returns=returns).members[0].spec.env
+
+    runner = "VLLM_USE_V2_MODEL_RUNNER"
+    assert [runner in environment(returns) for returns in (("kept_sets",), ())] == [settings.engine == "vllm", False]
     assert flags & set(command(("kept_sets",))) == {"--return-sampling-mask"}
     assert flags <= set(command(("kept_sets", "routed_experts")))
 

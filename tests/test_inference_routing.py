@@ -1,12 +1,14 @@
 """Routing policies: their decisions are the real router's, one by one."""
 
+import asyncio
 import random
 
+import psutil
 import pytest
 
 from routing_kit import routed
 from slipstream.errors import InferenceError
-from slipstream.inference.launch.router import router_installed
+from slipstream.inference.launch.router import RouterProcess, router_installed
 from slipstream.inference.routing import POLICIES, ReplicaView, RouteRequest, StickyLeastLoaded, build_policy
 from slipstream.inference.routing.hashing import furc_hash, murmur64a
 from slipstream.inference.routing.prefixes import PrefixTree
@@ -20,6 +22,22 @@ def ask(policy, session, replicas=(A, B, C), ids=(), now=0.0):
 
 
 # ---- against vllm-router
+
+
+@needs_router
+async def test_a_start_that_is_cancelled_leaves_no_router(tmp_path):
+    def below() -> set[int]:
+        return {process.pid for process in psutil.Process().children(recursive=True)}
+
+    before = below()
+    router = RouterProcess("round_robin", tmp_path / "log")
+    starting = asyncio.create_task(router.start(["http://127.0.0.1:9"]))  # nobody is there, so it is never ready
+    while not below() - before:
+        await asyncio.sleep(0.01)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert below() <= before
 
 
 @needs_router

@@ -31,7 +31,7 @@ def weights():
 
 
 @contextlib.asynccontextmanager
-async def serving(python, folder, *flags):
+async def serving(python, folder, *flags, returns=()):
     """A running server behind the client."""
     from slipstream.config.settings import InferenceSettings
     from slipstream.inference.embedded.pretrained import BUNDLED, resolve
@@ -53,7 +53,7 @@ async def serving(python, folder, *flags):
         ],
     }
     settings = InferenceSettings(engine="vllm", threads=1, max_model_len=512, max_batch_size=4, launch=launch)
-    spec = vllm_server("vllm", resolve(BUNDLED), settings, log_dir=folder, weight_transfer=BACKEND)
+    spec = vllm_server("vllm", resolve(BUNDLED), settings, log_dir=folder, weight_transfer=BACKEND, returns=returns)
     port = free_port()
     child = Child(spec.name, spec.command(port), spec.env, log=spec.log)
     engine = HttpEngine(f"http://127.0.0.1:{port}", model=spec.model, timeout_seconds=3600, control_seconds=3600)

@@ -135,6 +135,8 @@ def vllm_server(
         "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(launch.ready_seconds)),
         "PYTHONPATH": "",
     }
+    if returns:
+        env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only one that returns either; it needs Triton
     if settings.threads:
         env |= {"OMP_NUM_THREADS": str(settings.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     # On a CPU, Intel's OpenMP as vLLM's documentation advises; its console script would set it.

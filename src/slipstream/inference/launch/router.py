@@ -128,6 +128,10 @@ class RouterProcess:
                 if not child.exited.is_set() or child.signal or attempt == _PORT_TRIES - 1:
                     raise
                 continue  # another process took the port between choosing and binding it
+            except BaseException:  # cancelled: nobody else knows of this process yet
+                await client.close()
+                await child.stop()
+                raise
             self._child, self._http, self._workers = child, client, set(urls)
             return
 
