@@ -301,3 +301,68 @@ def test_a_fixed_coefficient_follows_its_setting():
     controller.update(9.0, 100)
     controller.load_state_dict({"coef": 5.0})
     assert controller.coef == 0.1
+
+
+# ---- against a reference, token by token in plain arithmetic
+
+
+def by_hand(gaps, settings):
+    """``(coefficients, kept)`` as nested lists; ``gaps`` are log-ratios policy / sampler by row."""
+
+    def outside(value, low, high):
+        return (low is not None and value < low) or (high is not None and value > high)
+
+    coefficients, kept = [], []
+    for gap in gaps:
+        ratios = [math.exp(x) for x in gap]
+        live = [True] * len(gap)
+        if any(outside(r, settings.outlier_low, settings.outlier_high) for r in ratios):
+            live = [False] * len(gap)
+        live = [
+            a and not outside(r, settings.token_mask_low, settings.token_mask_high)
+            for a, r in zip(live, ratios, strict=True)
+        ]
+        total = sum(x for x, a in zip(gap, live, strict=True) if a)
+        weight = {"none": ratios, "token": ratios, "sequence": [math.exp(total)] * len(gap)}[settings.tis]
+        cap = settings.tis_token_cap if settings.tis == "token" else settings.tis_sequence_cap
+        coefficients.append([min(w, cap) for w in weight])
+        if settings.sequence_mask == "geometric" and any(live):
+            mean = math.exp(total / sum(live))
+            live = [] if outside(mean, settings.geometric_low, settings.geometric_high) else live
+        elif settings.sequence_mask == "product" and any(live):
+            live = [] if outside(math.exp(total), settings.product_low, settings.product_high) else live
+        kept.append([bool(live) and live[t] for t in range(len(gap))])
+    return coefficients, kept
+
+
+@pytest.mark.parametrize("denominator", ["all", "kept"])
+@pytest.mark.parametrize("tis", ["none", "token", "sequence"])
+@pytest.mark.parametrize("sequence_mask", ["none", "geometric", "product"])
+@pytest.mark.parametrize(
+    "bounds", [{}, {"token_mask_low": 0.7, "token_mask_high": 1.6}, {"outlier_low": 0.3, "outlier_high": 3.0}]
+)
+def test_corrections_agree_with_the_reference(bounds, sequence_mask, tis, denominator):
+    settings = OffPolicySettings(
+        tis=tis, sequence_mask=sequence_mask, geometric_low=0.8, geometric_high=1.2, denominator=denominator, **bounds
+    )
+    rng = np.random.default_rng(5)
+    lengths = rng.integers(1, 9, size=12)
+    gaps = [rng.normal(0, 0.5, n) for n in lengths]
+    behaviour = [-np.abs(rng.normal(size=n)) - 0.1 for n in lengths]
+    rows = [
+        batch_row(f"r{i}", [1] * int(n), weight=1.0, behaviour=b)
+        for i, (n, b) in enumerate(zip(lengths, behaviour, strict=True))
+    ]
+    old = [b + g for b, g in zip(behaviour, gaps, strict=True)]
+    result = correct(Batch(rows), old, settings, "token_mean")
+    coefficients, kept = by_hand(gaps, settings)
+    if tis != "none":
+        for got, want in zip(result.coefficients, coefficients, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-12)
+    else:
+        assert result.coefficients is None
+    masked = sequence_mask != "none" or bool(bounds)
+    whole = sum(map(len, kept)) if denominator == "all" else sum(map(sum, kept))
+    for row, live in zip(result.batch.rows, kept, strict=True):
+        want = [a / whole for a in live] if masked else [1.0] * len(live)
+        np.testing.assert_allclose(row.weights_T, want, rtol=1e-12)

@@ -125,6 +125,28 @@ def test_value_clip_golden_numbers():
     assert leaf.grad.tolist() == pytest.approx([0.0, -0.5])
 
 
+@pytest.mark.parametrize(
+    ("settings", "value"),
+    [
+        # rho = .25 / .3: the head's centre is (.5 - .4 rho) log .4 + (.25 - .3 rho) log .3 = log .4 / 6.
+        ({}, 2 * (math.log(0.4) / 6 - math.log(0.4))),
+        # w = min(.8, .5), m = (.25, .125), alpha = rho / 2: the centre is (.25 - .4 rho / 2) log .4 = log .4 / 12.
+        ({"cap": 0.5}, 2 * (math.log(0.4) / 12 - 0.5 * math.log(0.4))),
+    ],
+)
+def test_score_centering_golden_numbers(settings, value):
+    """A = 2; the sampler gave .5 to the sampled token and .25 to another, the policy gives .4 and .3."""
+    side = np.full(1, None, dtype=object)
+    side[0] = ((3, 7), (math.log(0.5), math.log(0.25)))
+    row = batch_row("a", [1], advantage=2.0, behaviour=math.log(0.5))
+    batch, xp = Batch([replace(row, side_T={TOP_LOGPROBS: side})]), torch_ops()
+    spec = LossSpec("score_centering", settings)
+    leaf = torch.tensor([math.log(0.4)], dtype=torch.float64)
+    top = torch.tensor([[math.log(0.4), math.log(0.3)]], dtype=torch.float64)
+    loss, _ = objective(xp, loss_inputs(xp, batch, [0], spec, leaf, top_logprobs=top), spec)
+    assert loss.item() == pytest.approx(value, abs=1e-12)
+
+
 def centering_gradient(logits, mu, sampled, settings, top, advantage=1.0):
     """Gradient in the logits of one token's score-centred loss."""
     logits = torch.tensor(logits, dtype=torch.float64, requires_grad=True)
