@@ -117,6 +117,21 @@ def test_an_infinite_exponential_times_a_mask():
     assert "met a mask of 0" in only(findings(masked), "exponential")
 
 
+def test_a_gradient_that_is_lost_where_policy_and_anchor_agree():
+    def rooted(xp, inputs, settings):
+        gap = log_ratio(xp, inputs.logprobs, inputs.old_logprobs)
+        return LossValues(-xp.exp(gap) * inputs.advantages + 0.1 * (gap * gap) ** 0.5)
+
+    assert "a gradient is not finite where policy and anchor agree" in only(findings(rooted), "finite")
+
+
+def test_a_division_by_an_advantage_of_zero():
+    def by_sign(xp, inputs, settings):
+        return LossValues(-ratio(xp, inputs) * inputs.advantages * (inputs.advantages / xp.abs(inputs.advantages)) ** 2)
+
+    assert "a value is not finite where an advantage is 0" in only(findings(by_sign), "finite")
+
+
 def test_weights_applied_twice():
     found = findings(lambda xp, i, s: LossValues(-i.weights * ratio(xp, i) * i.advantages))
     assert "count twice" in only(found, "weights")

@@ -649,6 +649,19 @@ def test_an_environment_that_does_not_repeat_itself_fails_the_attempt(again: lis
     assert trajectory.turn_rewards() == {0: 0.5}
 
 
+def test_an_environment_of_another_revision_is_no_replacement() -> None:
+    made: list[ScriptedEnv] = []
+
+    def build(env_class: str, extras: dict[str, Any]) -> ScriptedEnv:
+        made.append(ScriptedEnv([[step(0, "more"), LOST], [step(0, "more"), step(1, done=True)]][len(made)], extras))
+        made[-1].env_revision = f"r{len(made)}"  # type: ignore[attr-defined]
+        return made[-1]
+
+    trajectory, recovered = recovering(Stage([], env=build))
+    assert isinstance(trajectory.outcome, Failed)
+    assert (recovered, [env.closed for env in made]) == ([], [1, 1])
+
+
 def test_an_environment_that_breaks_again_fails_the_attempt() -> None:
     first = step(0, "more")
     trajectory, recovered = recovering(made_in_turn([first, LOST], [first, LOST]))

@@ -1,10 +1,11 @@
-"""Groups change hands in one instant: they are with the generator or with the schedule."""
+"""What a run gives its rollouts, and how groups change hands: from the generator to the schedule at once."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,11 @@ import pytest
 
 from schedule_kit import group
 from slipstream.config import load_settings
+from slipstream.errors import InferenceError
 from slipstream.rollout.types import GroupTask
 from slipstream.schedule import FullyAsyncSchedule
+from slipstream.trainers import parts, serving
+from slipstream.trainers.loop import _sync_metrics
 from slipstream.trainers.rollouts import Rollouts
 from slipstream.trajectory import Group
 
@@ -96,3 +100,49 @@ async def test_a_group_that_is_taken_back_is_cancelled_in_the_books() -> None:
     await asyncio.sleep(0)
     assert generator.held == set()
     assert (schedule.counters.cancelled, schedule.counters.running) == (2, 0)
+
+
+# ---- what a run gives its engines and its generator
+
+
+@pytest.mark.parametrize(
+    ("given", "returns"),
+    [
+        ([], set()),
+        (["rollout.sampling.top_p=0.9", "rollout.sampling.top_k=20"], {"kept_sets"}),
+        (["training.routing_replay=true"], {"routed_experts"}),
+    ],
+)
+async def test_started_engines_are_told_what_the_update_replays(
+    given: list[str], returns: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[set[str]] = []
+
+    def build(*args: Any, **options: Any) -> Any:
+        asked.append(set(options["returns"]))
+        raise InferenceError("seen")
+
+    monkeypatch.setattr(serving, "build_pool", build)
+    overrides = ["data.train=builtin:text2sql", f"run_dir={tmp_path}", "inference.replicas=2", *given]
+    settings = load_settings([], overrides).settings
+    with pytest.raises(InferenceError, match="seen"):
+        async with serving.open_serving(settings, None, 0, print):
+            pass
+    assert asked == [returns]
+
+
+def test_later_turns_take_their_salt_from_what_was_published_last() -> None:
+    given: Any = SimpleNamespace(
+        settings=SETTINGS, engine=None, renderer=None, tell=None, publisher=SimpleNamespace(last_good="policy/0/3")
+    )
+    generator = parts._default_generator(given, None, False)
+    assert generator._published is not None
+    assert generator._published() == "policy/0/3"
+    given.publisher.last_good = "policy/0/4"
+    assert generator._published() == "policy/0/4"
+
+
+def test_a_stop_rule_can_watch_publishes() -> None:
+    receipts: Any = [SimpleNamespace(published=True, attempts=1), SimpleNamespace(published=False, attempts=3)]
+    assert _sync_metrics(receipts) == {"sync/failed_replicas": 1.0, "sync/attempts_max": 3.0}
+    assert _sync_metrics([]) == {}

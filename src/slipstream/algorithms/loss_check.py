@@ -46,6 +46,7 @@ _OPTIONAL = (
 )
 """Inputs that a loss has to declare before it reads them."""
 _TOP = 3
+_ANCHORS = ("old_logprobs", "ref_logprobs", "teacher_logprobs")
 
 
 @dataclass(frozen=True)
@@ -320,11 +321,40 @@ def _has_gradient(trial: _Trial) -> Iterator[Finding]:
 
 
 def _values_are_finite(trial: _Trial) -> Iterator[Finding]:
-    values, gradient = _gradient(trial, trial.prepared(), trial.outputs)
-    if not np.all(np.isfinite(values)):
-        yield Finding("error", "finite", "a value is not finite on ordinary inputs")
-    elif gradient is not None and not np.all(np.isfinite(gradient)):
-        yield Finding("error", "finite", "a gradient is not finite on ordinary inputs")
+    """On ordinary inputs, and on two that every run meets: fresh samples, and groups that all earned the same."""
+    cases = [("on ordinary inputs", trial, trial.prepared())]
+    if trial.loss.kind != "value":
+        level = replace(
+            trial, batch=_with(trial.batch, "advantages_T", [np.zeros(r.n_trained) for r in trial.batch.rows])
+        )
+        cases += [
+            ("where policy and anchor agree, as they do on fresh samples", *_fresh(trial)),
+            ("where an advantage is 0, as in a group whose rewards are equal", level, level.prepared()),
+        ]
+    for where, case, spec in cases:
+        values, gradient = _gradient(case, spec, case.outputs)
+        if not np.all(np.isfinite(values)):
+            yield Finding("error", "finite", f"a value is not finite {where}")
+        elif gradient is not None and not np.all(np.isfinite(gradient)):
+            yield Finding("error", "finite", f"a gradient is not finite {where}")
+
+
+def _fresh(trial: _Trial) -> tuple[_Trial, LossSpec]:
+    """The trial with every anchor equal to its outputs."""
+    base = trial.spec(trial.loss.needs)
+    anchors = {name: trial.outputs for name in _ANCHORS if getattr(base, name) is not None}
+    fresh = replace(trial, batch=_with(trial.batch, "behaviour_logprobs_T", trial.outputs))
+    return fresh, run_prepass(fresh.batch, replace(base, **anchors), lambda: trial.outputs)  # type: ignore[arg-type]
+
+
+def _with(batch: Batch, field: str, per_row: Sequence[FloatArray]) -> Batch:
+    """The batch with other numbers at its trained tokens."""
+    rows = []
+    for row, values in zip(batch.rows, per_row, strict=True):
+        whole = np.full(len(row.trained_T), np.nan)
+        whole[row.trained_T] = values
+        rows.append(replace(row, **{field: whole}))  # type: ignore[arg-type]
+    return replace(batch, rows=rows)
 
 
 def _survives_huge_ratios(trial: _Trial) -> Iterator[Finding]:
@@ -332,13 +362,10 @@ def _survives_huge_ratios(trial: _Trial) -> Iterator[Finding]:
     if trial.loss.kind == "value":
         return
     for gap in (20.0, -20.0, 100.0, -100.0, 1000.0, -1000.0):
-        far = replace(trial, batch=_moved(trial.batch, gap))
+        anchor = [np.full(row.n_trained, -1001.0) for row in trial.batch.rows]
+        far = replace(trial, batch=_with(trial.batch, "behaviour_logprobs_T", anchor))
         base = trial.spec(trial.loss.needs)
-        anchors = {
-            name: [np.full(row.n_trained, -1001.0) for row in trial.batch.rows]
-            for name in ("old_logprobs", "ref_logprobs", "teacher_logprobs")
-            if getattr(base, name) is not None
-        }
+        anchors = {name: anchor for name in _ANCHORS if getattr(base, name) is not None}
         outputs = [np.full(row.n_trained, -1001.0 + gap) for row in trial.batch.rows]
         spec = run_prepass(far.batch, replace(base, **anchors), lambda outputs=outputs: outputs)  # type: ignore[misc]
         values, gradient = _gradient(far, spec, outputs, "float32")
@@ -360,14 +387,6 @@ def _survives_huge_ratios(trial: _Trial) -> Iterator[Finding]:
                 "log-ratio first: xp.exp(log_ratio(xp, a, b))",
             )
             return
-
-
-def _moved(batch: Batch, gap: float) -> Batch:
-    rows = [
-        replace(row, behaviour_logprobs_T=np.where(row.trained_T, -1001.0, np.nan), group_id=row.group_id)
-        for row in batch.rows
-    ]
-    return replace(batch, rows=rows)
 
 
 def _rows_stand_alone(trial: _Trial) -> Iterator[Finding]:

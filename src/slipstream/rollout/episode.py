@@ -135,6 +135,10 @@ class _Stop(Exception):
 class _EngineLost(_Stop):
     """A request that was not answered."""
 
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed)
+        self.failed = failed
+
 
 class Episode:
     """One try at one sample.  ``run`` is called once."""
@@ -340,7 +344,7 @@ class Episode:
                 if lost or not self._played:
                     raise
                 lost += 1
-                self._recovered(turn, error.outcome)
+                self._recovered(turn, error.failed)
                 continue
             if result.token_ids:
                 builder.add(self._span(turn, result))
@@ -465,7 +469,8 @@ class Episode:
         self._session = session = await self._open()
         session.env_seconds += old.env_seconds
         differs = EnvFault(fault.fault, f"{fault.reason}; a fresh environment did not repeat the turns before", True)
-        if tuple(await session.init(self.job.task.messages)) != self._prompt:
+        # One trajectory names one revision of its environment.
+        if tuple(await session.init(self.job.task.messages)) != self._prompt or session.revision != old.revision:
             raise differs from fault
         if self._snapshot is not None and session.restores:
             await session.restore(self._snapshot)
@@ -474,11 +479,10 @@ class Episode:
             if await session.step(reply.text, reply.info) != step:
                 raise differs from fault
 
-    def _recovered(self, turn: int, outcome: Outcome) -> None:
-        tell = self._services.tell_recovered
-        if tell is not None and isinstance(outcome, Failed):
+    def _recovered(self, turn: int, failed: Failed) -> None:
+        if self._services.tell_recovered is not None:
             job = self.job
-            tell(TurnRecovered(job.task, job.trajectory_id, turn, outcome.fault, outcome.reason))
+            self._services.tell_recovered(TurnRecovered(job.task, job.trajectory_id, turn, failed.fault, failed.reason))
 
     def _add_turn(self, turn: int, reply: _Reply, observations: tuple[Message, ...], env_seconds: float) -> None:
         self._turns.append(

@@ -84,7 +84,7 @@ class TurnGenerator:
         seed: the run's seed; noise is keyed by ``SampleKey``.
         determinism: ``exact`` submits lock-step waves (``concurrency`` then does not bound; the engine's batch does).
         engine_seconds: deadline of one engine call (of one wave in exact mode).
-        use_cache_salt: separate prefix caches by weight version: as captured when a group starts.
+        use_cache_salt: separate prefix caches by weight version, as captured when a group starts.
         published: the version that was published last; later turns take it for their salt.
         on_event: told of completed turns, of superseded and cancelled attempts, and of finished members and groups, on
             the event loop.
@@ -191,9 +191,9 @@ class TurnGenerator:
                 self.meter,
                 salt,
                 self._model,
-                self._published,
-                self._on_event if self._record_turns and not task.eval else None,
-                self._tell,
+                published=self._published,
+                tell=self._on_event if self._record_turns and not task.eval else None,
+                tell_recovered=self._tell,
                 routed_experts=self._routed_experts,
                 top_logprobs=self._top_logprobs,
             )

@@ -274,7 +274,6 @@ def attend_runs(
 
     Half-precision inputs are widened for the kernel calls: on CPUs its bfloat16 backward is up to ten times
     slower than float32 on short runs and no faster on long ones, and the merge wants float32 anyway.
-
     """
     q, k, v = (_widen(x) for x in (query, key, value))
     heads = _Heads(q.shape[0], k.shape[0])
