@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from slipstream.algorithms import check_algorithm, loss_spec
+from slipstream.algorithms.losses import LOSSES
 from slipstream.config.settings import AlgorithmSettings, SamplingSettings
 from slipstream.errors import SettingsError
 
@@ -34,6 +35,44 @@ def test_defaults_are_accepted():
 )
 def test_contradictions_are_refused(algorithm, key):
     assert key in keys(algorithm)
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings", "words"),
+    [
+        ("dppo", {"divergence": "js"}, "divergence must be 'tv' or 'kl', got 'js'"),
+        ("dppo", {"delta_low": 0}, "delta_low must be a number above 0, got 0"),
+        ("dual_clip", {"clip_dual": "abc"}, "clip_dual must be a number above 1, got 'abc'"),
+        ("dual_clip", {"clip_dual": 0.5}, "clip_dual must be a number above 1, got 0.5"),
+        ("dual_clip", {"clip_dual": None}, "clip_dual must be a number above 1, got None"),
+        ("dual_clip", {"clip_dual": True}, "clip_dual must be a number above 1, got True"),
+        ("sapo", {"tau_positive": 0}, "tau_positive must be a number above 0, got 0"),
+        ("kl_cov", {"fraction": -1}, "fraction must be a number above 0 and at most 1, got -1"),
+        ("clip_cov", {"cov_low": 6.0}, "cov_high must be a number above cov_low, got 5.0"),
+        ("kl_cov", {"penalty": float("nan")}, "penalty must be a number at least 0, got nan"),
+        ("tinker_ppo", {"clip_high_threshold": 0.8}, "clip_high_threshold must be a number above clip_low_threshold"),
+        ("score_centering", {"cap": -1}, "cap must be a number above 0, got -1"),
+        ("dro", {"beta": -0.1}, "beta must be a number at least 0, got -0.1"),
+    ],
+)
+def test_a_setting_of_a_loss_that_means_nothing_is_refused(loss, settings, words):
+    problems = check_algorithm(
+        AlgorithmSettings(loss=loss, loss_settings=settings), SamplingSettings(), samples_per_prompt=8
+    )
+    assert [str(p) for p in problems if words in str(p)]
+
+
+def test_every_number_of_a_bundled_loss_has_limits():
+    """A loss that is added without saying which of its values mean something is not done."""
+    free = {"cov_low"}  # a covariance may have any sign
+    for name in LOSSES:
+        loss = LOSSES.get(name)
+        assert set(loss.defaults) - set(loss.limits) <= free, name
+
+
+def test_a_setting_that_may_be_left_out_may_be_null():
+    given = {"loss": "dppo", "loss_settings": {"delta_low": None, "delta_high": 1}}
+    assert loss_spec(AlgorithmSettings(**given)).settings == {"divergence": "tv", "delta_low": None, "delta_high": 1}
 
 
 def test_a_clip_for_a_loss_without_clipping_is_refused():

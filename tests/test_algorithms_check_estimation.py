@@ -36,7 +36,8 @@ def problems(samples: int = 8, **given: Any) -> dict[str, str]:
         ({"filters": "truncatd"}, "algorithm.filters"),
         ({"filters": "no_such_module:f"}, "algorithm.filters"),
         ({"overlong": {"max_tokens": 9}}, "algorithm.overlong.factor"),
-        ({"overlong": {"factor": 1, "max_tokens": 9, "buffer_tokens": 10}}, "algorithm.overlong.buffer_tokens"),
+        ({"advantage_settings": {"std_eps": 0}}, "algorithm.advantage_settings"),
+        ({"advantage_settings": {"std_eps": "small"}}, "algorithm.advantage_settings"),
         ({"dynamic_sampling": {"kind": "filter"}, "drop_zero_variance": False}, "algorithm.dynamic_sampling.kind"),
         ({"dynamic_sampling": {"max_rounds": 3}}, "algorithm.dynamic_sampling.max_rounds"),
         (
@@ -92,3 +93,18 @@ def test_a_penalty_that_never_begins_warns_in_the_plan():
         }
     )
     assert any(p.keys[0] == "algorithm.overlong.max_tokens" for p in make_plan(settings).warnings)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [{"max_tokens": 9, "buffer_tokens": 10}, {"buffer_tokens": 65}],  # 64 tokens are the most that are sampled
+)
+def test_a_buffer_longer_than_the_limit_is_refused(lengths):
+    settings = RunSettings.model_validate(
+        {
+            "data": {"train": "builtin:arithmetic"},
+            "rollout": {"max_turns": 1, "sampling": {"max_tokens_per_turn": 64}},
+            "algorithm": {"overlong": {"factor": 1.0, **lengths}},
+        }
+    )
+    assert any(p.keys[0] == "algorithm.overlong.buffer_tokens" for p in make_plan(settings).errors)

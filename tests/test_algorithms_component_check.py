@@ -159,6 +159,16 @@ def test_an_estimator_that_changes_rewards_and_one_that_rewards_equals():
     assert estimator(free, group_relative=False) == []
 
 
+def test_components_that_return_nothing():
+    assert "returns NoneType; return a dict" in str(estimator(lambda groups, settings: None)[0])
+    assert "returns NoneType; yield a Decision" in str(flawed_filter(lambda group, algorithm, rollout: None)[0])
+
+
+def test_an_estimator_that_reads_rewards_of_members_without_one():
+    greedy = lambda groups, s: {m.trajectory_id: m.total_reward + 0.0 for g in groups for m in g.members}  # noqa: E731
+    assert "group.voters are those that count" in str(estimator(greedy)[0])
+
+
 def exclude(member, tokens=None, group_id=None):
     tokens = member.sampled_tokens if tokens is None else tokens
     return Decision("exclude", "mine", group_id or member.group_id, member.trajectory_id, tokens)

@@ -172,7 +172,7 @@ def test_its_own_random_numbers():
         keep = xp.asarray(rng.random(inputs.size) < 0.5, like=inputs.logprobs)
         return LossValues(-ratio(xp, inputs) * inputs.advantages * keep)
 
-    assert {"split", "repeatable"} <= {f.rule for f in findings(dropout)}
+    assert "inputs.noise" in only(findings(dropout), "repeatable")
 
 
 def test_a_prepass_that_goes_by_place_and_not_by_token():
@@ -189,6 +189,13 @@ def test_inputs_changed_in_place():
         return LossValues(-ratio(xp, inputs) * inputs.advantages)
 
     assert "changes advantages in place" in only(findings(clobbers), "in place")
+
+    def shifts(xp, inputs, settings):
+        logprobs = inputs.logprobs
+        logprobs -= 1.0
+        return LossValues(-ratio(xp, inputs) * inputs.advantages)
+
+    assert "make a new array" in only(findings(shifts), "runs")
 
 
 def test_a_bare_array_and_a_bare_metric():

@@ -30,8 +30,9 @@ import numpy as np
 from slipstream.algorithms.batch import Batch, FloatArray
 from slipstream.algorithms.compile import Advantage
 from slipstream.algorithms.kl import apply_kl_to_rewards
+from slipstream.algorithms.options import Limit, checked
 from slipstream.algorithms.recursions import gae_compacted
-from slipstream.algorithms.registry import Registry, did_you_mean
+from slipstream.algorithms.registry import Registry
 from slipstream.config.settings import AlgorithmSettings
 from slipstream.errors import ContractError, SettingsError
 from slipstream.trajectory import Group, Missing, Trajectory
@@ -134,18 +135,21 @@ class Estimator:
     formula: str = ""
     source: str = ""
     use: str = ""
+    limits: Mapping[str, Limit] = field(default_factory=dict)
+    """Which values of its own settings mean something."""
 
     def settings(self, algorithm: AlgorithmSettings) -> dict[str, Any]:
-        """Its defaults under the fields of the same name and ``advantage_settings``; unknown keys are refused."""
+        """Its defaults under the fields of the same name and ``advantage_settings``.
+
+        Raises ``SettingsError`` on an unknown key and on a value without meaning.
+        """
         known = type(algorithm).model_fields
-        own = [name for name in self.defaults if name not in known]
         for key in algorithm.advantage_settings:
             if key in known:
                 raise SettingsError(f"{key!r} has a setting of its own: set algorithm.{key}")
-            if key not in own:
-                raise SettingsError(f"estimator {self.name!r} has no setting {key!r}.{did_you_mean(key, sorted(own))}")
+        own = {name: value for name, value in self.defaults.items() if name not in known}
         fields = {name: getattr(algorithm, name) for name in self.defaults if name in known}
-        return {**self.defaults, **fields, **algorithm.advantage_settings}
+        return {**fields, **checked(f"estimator {self.name!r}", own, self.limits, algorithm.advantage_settings)}
 
 
 ADVANTAGES: Registry[Estimator] = Registry("advantage estimator", wrap=Estimator)
@@ -162,12 +166,23 @@ def register_advantage(
     formula: str = "",
     source: str = "",
     use: str = "",
+    limits: Mapping[str, Limit] | None = None,
 ) -> Callable[[EstimatorFunction], EstimatorFunction]:
     """Decorator that registers an estimator; a default named like a field of ``AlgorithmSettings`` is read there."""
 
     def add(function: EstimatorFunction) -> EstimatorFunction:
         made = Estimator(
-            name, function, group_relative, dict(defaults or {}), needs, whitens, uses_rewards, formula, source, use
+            name,
+            function,
+            group_relative,
+            dict(defaults or {}),
+            needs,
+            whitens,
+            uses_rewards,
+            formula,
+            source,
+            use,
+            dict(limits or {}),
         )
         ADVANTAGES.add(name, made)
         return function
@@ -200,7 +215,13 @@ def compute_advantages(
             own[member.trajectory_id] = token_rewards(member) if rewards is None else rewards[member.trajectory_id]
         needed = {name: _needed(name, group.voters, (arrays or {}).get(name)) for name in estimator.needs}
         scored.append(ScoredGroup(group, own, needed))
-    result = dict(estimator.function(scored, options))
+    found = estimator.function(scored, options)
+    if not isinstance(found, Mapping):
+        raise ContractError(
+            f"advantage estimator {settings.advantage!r} returns {type(found).__name__}; return a dict with the "
+            "advantage of every voter, by trajectory id"
+        )
+    result = dict(found)
     sizes = {member.trajectory_id: member.sampled_tokens for group in groups for member in group.voters}
     _check_result(settings.advantage, result, sizes)
     whitens = estimator.whitens if settings.normalize_batch is None else settings.normalize_batch

@@ -190,7 +190,7 @@ def _refused(keys: tuple[str, ...], call: Callable[[], Any], mend: str) -> Probl
 def _check_loss(settings: AlgorithmSettings) -> Iterator[Problem]:
     loss: Loss = LOSSES.get(settings.loss)
     keys = ("algorithm.loss_settings", "algorithm.loss")
-    if problem := _refused(keys, partial(loss.settings, settings.loss_settings), "remove or rename it"):
+    if problem := _refused(keys, partial(loss_options, settings), "see docs/algorithms.md for what it takes"):
         yield problem
     for key in _SHARED:
         if key in settings.loss_settings:

@@ -163,12 +163,6 @@ def _overlong(settings: AlgorithmSettings) -> Iterator[Problem]:
             "lengths of the overlong penalty are given, but its factor is 0, so nothing is penalised",
             "set algorithm.overlong.factor above 0, or remove the lengths",
         )
-    if overlong.max_tokens and overlong.buffer_tokens and overlong.buffer_tokens > overlong.max_tokens:
-        yield Problem(
-            ("algorithm.overlong.buffer_tokens", "algorithm.overlong.max_tokens"),
-            "the buffer is longer than the limit, so even an empty answer would be penalised",
-            "lower the buffer",
-        )
 
 
 def _dynamic_sampling(settings: AlgorithmSettings) -> Iterator[Problem]:

@@ -153,8 +153,8 @@ def _stopped(call: Callable[[], Any]) -> Finding | None:
         return Finding(
             "error",
             "runs",
-            f"raises {type(error).__name__}: {error}. A group may have a single voter or none, and members without a "
-            "score",
+            f"raises {type(error).__name__}: {error}. A group may have a single voter or none, and members that failed "
+            "or have no score; group.voters are those that count, and only their rewards are sure to be numbers",
         )
     return None
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from slipstream.algorithms.advantages import Advantage, ScoredGroup, register_advantage, turn_slots
 from slipstream.algorithms.batch import FloatArray
+from slipstream.algorithms.options import Limit
 from slipstream.algorithms.recursions import gae_compacted, returns_compacted
 from slipstream.errors import ContractError, SettingsError
 
@@ -44,6 +45,7 @@ def compared(scores: Sequence[float], baseline: str) -> list[float]:
 @register_advantage(
     "grpo",
     defaults={"normalize_by_std": True, "baseline": "mean", "std_eps": 1e-6},
+    limits={"std_eps": Limit(above=0)},
     formula="A = (s - mean) / (std + std_eps), std with ddof 1; normalize_by_std=false: A = s - mean",
     source="GRPO, arXiv 2402.03300; without std: Dr. GRPO, arXiv 2503.20783",
     use="The usual choice for groups of samples with one reward each.",
@@ -84,6 +86,7 @@ def rloo(groups: Sequence[ScoredGroup], settings: Mapping[str, Any]) -> dict[str
 @register_advantage(
     "maxrl",
     defaults={"baseline": "mean", "mean_eps": 1e-6},
+    limits={"mean_eps": Limit(above=0)},
     formula="A = (s - mean) / (mean + mean_eps), rewards >= 0",
     source="MaxRL, arXiv 2602.02710",
     use="Success rewards with many samples: a prompt counts more the rarer its success.",

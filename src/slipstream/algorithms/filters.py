@@ -190,7 +190,13 @@ def apply_filters(
             decisions.extend(penalised)
         voters = {member.trajectory_id for member in group.voters}
         for name, judge in filters.items():
-            for decision in judge(group, algorithm, rollout):
+            found = judge(group, algorithm, rollout)
+            if not isinstance(found, Iterable):
+                raise ContractError(
+                    f"filter {name!r} returns {type(found).__name__}; yield a Decision for each voter to leave out, "
+                    "or return a list of them, empty for none"
+                )
+            for decision in found:
                 if not isinstance(decision, Decision) or decision.action != "exclude":
                     raise ContractError(
                         f"filter {name!r} yields {decision!r}; a filter leaves voters out: yield "

@@ -11,11 +11,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from slipstream.algorithms.advantages import ADVANTAGES, Estimator
 from slipstream.algorithms.loss_check import reported_metrics
 from slipstream.algorithms.losses import LOSSES, Loss
+from slipstream.algorithms.options import Limit
 from slipstream.algorithms.reduce import REDUCTIONS, Reduction
 from slipstream.config.algorithm import OffPolicySettings
 from slipstream.config.explain import show
@@ -130,20 +130,22 @@ def _row(component: Estimator | Loss | Reduction, section: str, use: str) -> str
     cells = (
         f"`{component.name}`",
         formula,
-        _settings(component.defaults, section),
+        _settings(component, section),
         _cell(use),
         _cell(component.source),
     )
     return f"| {' | '.join(cells)} |"
 
 
-def _settings(defaults: Mapping[str, Any], section: str) -> str:
-    """Where each setting of a component is set, with its default."""
+def _settings(component: Estimator | Loss | Reduction, section: str) -> str:
+    """Where each setting of a component is set, with its default and what it has to be."""
     known = AlgorithmSettings.model_fields
+    limits: Mapping[str, Limit] = getattr(component, "limits", {})
     shown = []
-    for key, value in defaults.items():
+    for key, value in component.defaults.items():
         path = key if key in known or not section else f"{section}.{key}"
-        shown.append(f"`{path}` ({show(value)})")
+        words = limits[key].words() if key in limits else ""
+        shown.append(f"`{path}` ({show(value)}{'; ' if words else ''}{words})")
     return ", ".join(shown)
 
 

@@ -296,12 +296,21 @@ def _algorithm(settings: RunSettings, known: Known) -> Iterator[Problem]:
     if not _rl(settings):
         return
     overlong, most = algorithm.overlong, most_sampled_tokens(settings.rollout)
-    if overlong.factor > 0 and overlong.max_tokens is not None:
-        buffer = overlong.buffer_tokens or max(1, overlong.max_tokens // 5)
-        if overlong.max_tokens - buffer >= most:
+    if overlong.factor > 0:
+        limit = overlong.max_tokens or most
+        buffer = overlong.buffer_tokens or max(1, limit // 5)
+        if buffer > limit:
+            given = "" if overlong.max_tokens else ", which is the most tokens that a trajectory may sample"
+            yield Problem(
+                ("algorithm.overlong.buffer_tokens", "algorithm.overlong.max_tokens"),
+                f"the buffer of {buffer} tokens is longer than the limit of {limit}{given}, so even an empty answer "
+                "would be penalised",
+                "lower the buffer",
+            )
+        elif limit - buffer >= most:
             yield _warn(
                 ("algorithm.overlong.max_tokens", "rollout.sampling.max_tokens_per_turn"),
-                f"an answer has at most {most} tokens, and the penalty begins above {overlong.max_tokens - buffer}",
+                f"an answer has at most {most} tokens, and the penalty begins above {limit - buffer}",
                 "lower it, or leave it null",
             )
     if algorithm.kl_in == "reward" and algorithm.kl_coef == 0:

@@ -20,6 +20,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from slipstream.algorithms.losses.contract import (
+    CLIP_THRESHOLDS,
+    CLIPS,
     LossInputs,
     LossMetric,
     LossValues,
@@ -29,6 +31,7 @@ from slipstream.algorithms.losses.contract import (
     share,
 )
 from slipstream.algorithms.ops import Array, Ops
+from slipstream.algorithms.options import Limit
 
 
 def surrogate(xp: Ops, gap: Array, advantages: Array, low: float, high: float) -> tuple[Array, Array]:
@@ -48,6 +51,7 @@ def _ppo(xp: Ops, inputs: LossInputs, low: float, high: float) -> LossValues:
 @register_loss(
     "ppo_clip",
     defaults={"clip_low": 0.2, "clip_high": 0.2},
+    limits=CLIPS,
     formula="-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)",
     source="PPO, arXiv 1707.06347; two sides: DAPO, arXiv 2503.14476",
     use="The default; raise clip_high (0.28) to keep rare tokens alive.",
@@ -60,6 +64,7 @@ def ppo_clip(xp: Ops, inputs: LossInputs, settings: Mapping[str, Any]) -> LossVa
 @register_loss(
     "tinker_ppo",
     defaults={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    limits=CLIP_THRESHOLDS,
     formula="-min(r A, clip(r, clip_low_threshold, clip_high_threshold) A)",
     source="Tinker API, loss 'ppo': bounds are absolute ratios",
     use="Tinker requests; elsewhere ppo_clip says the same with distances from 1.",
@@ -72,6 +77,7 @@ def tinker_ppo(xp: Ops, inputs: LossInputs, settings: Mapping[str, Any]) -> Loss
 @register_loss(
     "dual_clip",
     defaults={"clip_low": 0.2, "clip_high": 0.2, "clip_dual": 3.0},
+    limits={**CLIPS, "clip_dual": Limit(above=1)},
     formula="ppo_clip, and for A < 0 at most -clip_dual A",
     source="Dual-clip PPO, arXiv 1912.09729",
     use="Off-policy data in which bad actions became far more likely: bounds their pull.",
@@ -88,6 +94,7 @@ def dual_clip(xp: Ops, inputs: LossInputs, settings: Mapping[str, Any]) -> LossV
 @register_loss(
     "gspo",
     defaults={"clip_low": 3e-4, "clip_high": 4e-4},
+    limits=CLIPS,
     formula="ppo_clip on s_t = exp(sg(mean_row log r) + log pi - sg(log pi))",
     source="GSPO, arXiv 2507.18071 (the token form, equal to GSPO where A is one number per row)",
     use="Mixture-of-experts models and long answers; use reduction sequence_mean.",
@@ -113,6 +120,7 @@ def gspo(xp: Ops, inputs: LossInputs, settings: Mapping[str, Any]) -> LossValues
     "decoupled_ppo",
     needs=("old_logprobs", "behaviour_logprobs", "advantages"),
     defaults={"clip_low": 0.2, "clip_high": 0.2, "behaviour_cap": 5.0},
+    limits={**CLIPS, "behaviour_cap": Limit(above=0)},
     formula="min(old / mu, behaviour_cap) x ppo_clip, old being the proximal policy and mu the sampler",
     source="Batch size-invariance, arXiv 2110.00641; AReaL, arXiv 2505.24298; interpolated: A-3PO, arXiv 2512.06547",
     use="Stale samples: trust is measured from recent weights, not from those that sampled.",

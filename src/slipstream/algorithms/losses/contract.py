@@ -28,8 +28,9 @@ from typing import Any, Literal
 
 from slipstream.algorithms.kl import MAX_LOG_GAP
 from slipstream.algorithms.ops import Array, Ops
-from slipstream.algorithms.registry import Registry, did_you_mean
-from slipstream.errors import ContractError, SettingsError
+from slipstream.algorithms.options import Limit, checked
+from slipstream.algorithms.registry import Registry
+from slipstream.errors import ContractError
 
 Unit = Literal["token", "row", "group"]
 Reducer = Literal["mean", "sum", "max", "min"]
@@ -173,6 +174,8 @@ class Loss:
     """The paper or specification of the formula."""
     use: str = ""
     """When to choose it, in a sentence."""
+    limits: Mapping[str, Limit] = field(default_factory=dict)
+    """Which values of its settings mean something."""
 
     @property
     def weighs_behaviour(self) -> bool:
@@ -180,12 +183,8 @@ class Loss:
         return "behaviour_logprobs" in self.needs
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Defaults overlaid by ``given``; an unknown key raises ``SettingsError`` with a suggestion."""
-        for key in given:
-            if key not in self.defaults:
-                known = sorted(self.defaults)
-                raise SettingsError(f"loss {self.name!r} has no setting {key!r}.{did_you_mean(key, known)}")
-        return {**self.defaults, **given}
+        """Defaults overlaid by ``given``; ``SettingsError`` on an unknown key and on a value without meaning."""
+        return checked(f"loss {self.name!r}", self.defaults, self.limits, given)
 
     def check(self, inputs: LossInputs) -> None:
         """Raise ``ContractError`` when an array that this loss needs is absent."""
@@ -195,6 +194,14 @@ class Loss:
         if self.prepass is not None and inputs.prepass is None:
             raise ContractError(f"loss {self.name!r} has a pre-pass over the whole step that was not run")
 
+
+CLIPS: Mapping[str, Limit] = {"clip_low": Limit(above=0), "clip_high": Limit(above=0)}
+"""Bounds that are distances from a ratio of 1."""
+CLIP_THRESHOLDS: Mapping[str, Limit] = {
+    "clip_low_threshold": Limit(least=0),
+    "clip_high_threshold": Limit(over="clip_low_threshold"),
+}
+"""Bounds that are ratios themselves."""
 
 OWN_NEEDS: tuple[Need, ...] = ("old_logprobs", "advantages")
 """What a loss needs that does not say: also one that is given by import path without being registered."""
@@ -213,11 +220,14 @@ def register_loss(
     formula: str = "",
     source: str = "",
     use: str = "",
+    limits: Mapping[str, Limit] | None = None,
 ) -> Callable[[LossFunction], LossFunction]:
     """Decorator that registers a loss under ``name``; see the module's example."""
 
     def add(function: LossFunction) -> LossFunction:
-        loss = Loss(name, function, needs, unit, dict(defaults or {}), kind, prepass, formula, source, use)
+        loss = Loss(
+            name, function, needs, unit, dict(defaults or {}), kind, prepass, formula, source, use, dict(limits or {})
+        )
         LOSSES.add(name, loss)
         return function
 

@@ -18,6 +18,7 @@ import numpy as np
 from slipstream.algorithms.batch import BoolArray, FloatArray
 from slipstream.algorithms.losses.clipped import surrogate
 from slipstream.algorithms.losses.contract import (
+    CLIPS,
     LossInputs,
     LossMetric,
     LossValues,
@@ -27,6 +28,7 @@ from slipstream.algorithms.losses.contract import (
     share,
 )
 from slipstream.algorithms.ops import Ops, numpy_ops
+from slipstream.algorithms.options import Limit
 
 
 def _covariance(inputs: LossInputs) -> tuple[FloatArray, BoolArray]:
@@ -57,6 +59,7 @@ def _choose_clip(inputs: LossInputs, settings: Mapping[str, Any]) -> FloatArray:
     "clip_cov",
     needs=("old_logprobs", "advantages", "noise"),
     defaults={"clip_low": 0.2, "clip_high": 0.2, "fraction": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
+    limits={**CLIPS, "fraction": Limit(above=0, most=1), "cov_high": Limit(over="cov_low")},
     prepass=_choose_clip,
     formula="ppo_clip, and 0 for a random fraction of the tokens with cov_low < c < cov_high",
     source="Clip-Cov, arXiv 2505.22617",
@@ -91,6 +94,7 @@ def _choose_kl(inputs: LossInputs, settings: Mapping[str, Any]) -> FloatArray:
     "kl_cov",
     needs=("old_logprobs", "advantages", "noise"),
     defaults={"fraction": 2e-3, "penalty": 1.0},
+    limits={"fraction": Limit(above=0, most=1), "penalty": Limit(least=0)},
     prepass=_choose_kl,
     formula="-r A, plus penalty |log r| for the fraction of tokens with the highest c",
     source="KL-Cov, arXiv 2505.22617",

@@ -10,6 +10,7 @@ from typing import Any
 
 from slipstream.algorithms.losses.contract import LossInputs, LossMetric, LossValues, register_loss, share
 from slipstream.algorithms.ops import Ops
+from slipstream.algorithms.options import Limit
 
 
 @register_loss(
@@ -30,6 +31,7 @@ def cross_entropy(xp: Ops, inputs: LossInputs, settings: Mapping[str, Any]) -> L
     needs=("values", "old_values", "returns"),
     kind="value",
     defaults={"clip": 0.2},
+    limits={"clip": Limit(above=0)},
     formula="max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2) / 2",
     source="PPO's reference implementation (OpenAI baselines), discussed in arXiv 2005.12729",
     use="The critic of gae.",

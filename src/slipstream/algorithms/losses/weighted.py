@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from slipstream.algorithms.losses.contract import (
+    CLIP_THRESHOLDS,
+    CLIPS,
     LossInputs,
     LossMetric,
     LossValues,
@@ -28,7 +30,7 @@ from slipstream.algorithms.losses.contract import (
     share,
 )
 from slipstream.algorithms.ops import Array, Ops
-from slipstream.errors import SettingsError
+from slipstream.algorithms.options import Limit
 
 _TINY = 1e-8
 """Keeps the binary KL finite when a probability is 1."""
@@ -65,6 +67,7 @@ def _cispo(xp: Ops, inputs: LossInputs, low: float, high: float) -> LossValues:
 @register_loss(
     "cispo",
     defaults={"clip_low": 1.0, "clip_high": 4.0},
+    limits=CLIPS,
     formula="-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi",
     source="MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv 2510.13786",
     use="Stale data: no token loses its gradient, only its weight is bounded.",
@@ -77,6 +80,7 @@ def cispo(xp: Ops, inputs: LossInputs, settings: Mapping[str, Any]) -> LossValue
 @register_loss(
     "tinker_cispo",
     defaults={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+    limits=CLIP_THRESHOLDS,
     formula="-sg(clip(r, clip_low_threshold, clip_high_threshold)) A log pi",
     source="Tinker API, loss 'cispo': bounds are absolute ratios",
     use="Tinker requests; elsewhere cispo says the same with distances from 1.",
@@ -94,6 +98,7 @@ def smooth_gate(xp: Ops, ratio: Array, tau: Any) -> Array:
 @register_loss(
     "sapo",
     defaults={"tau_positive": 1.0, "tau_negative": 1.05},
+    limits={"tau_positive": Limit(above=0), "tau_negative": Limit(above=0)},
     formula="-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A",
     source="SAPO, arXiv 2511.20347",
     use="A smooth trust region in place of a hard clip; use reduction sequence_mean.",
@@ -110,6 +115,7 @@ def sapo(xp: Ops, inputs: LossInputs, settings: Mapping[str, Any]) -> LossValues
     "rollout_is",
     needs=("behaviour_logprobs", "advantages"),
     defaults={"clip_low": 0.5, "clip_high": 4.0},
+    limits=CLIPS,
     formula="-sg(r [1 - clip_low < r < 1 + clip_high]) A log pi, r = pi / mu",
     source="IcePop (Ring-1T, arXiv 2510.18855); GLM-5, arXiv 2602.15763",
     use="Sampler and trainer differ: tokens they disagree on are left out, no second forward pass.",
@@ -128,6 +134,7 @@ def rollout_is(xp: Ops, inputs: LossInputs, settings: Mapping[str, Any]) -> Loss
     "dppo",
     needs=("behaviour_logprobs", "advantages"),
     defaults={"divergence": "tv", "delta_low": None, "delta_high": None},
+    limits={"divergence": Limit(choices=("tv", "kl")), "delta_low": Limit(above=0), "delta_high": Limit(above=0)},
     formula="-r A M, r = pi / mu; M = 0 where the step leads away from mu and the divergence exceeds delta "
     "(null: 0.15 for tv, 0.05 for kl)",
     source="DPPO, arXiv 2602.04879",
@@ -145,11 +152,9 @@ def dppo(xp: Ops, inputs: LossInputs, settings: Mapping[str, Any]) -> LossValues
     pi, mu = xp.exp(log_pi), xp.exp(xp.clip(inputs.behaviour_logprobs, None, 0.0))
     if settings["divergence"] == "tv":
         divergence = xp.abs(pi - mu)
-    elif settings["divergence"] == "kl":
+    else:
         rest = (1.0 - mu) * (xp.log(1.0 - mu + _TINY) - xp.log(1.0 - pi + _TINY))
         divergence = rest - mu * xp.stop_gradient(gap)
-    else:
-        raise SettingsError(f"dppo: divergence must be 'tv' or 'kl', got {settings['divergence']!r}")
     own = _DELTA[settings["divergence"]]
     low, high = (own if settings[key] is None else settings[key] for key in ("delta_low", "delta_high"))
     away_up = (inputs.advantages > 0) & (pi > mu) & (divergence > high)
@@ -166,6 +171,7 @@ def dppo(xp: Ops, inputs: LossInputs, settings: Mapping[str, Any]) -> LossValues
 @register_loss(
     "dro",
     defaults={"beta": 0.05},
+    limits={"beta": Limit(least=0)},
     formula="-(A log pi - beta / 2 (log pi - log old)^2)",
     source="Tinker API, loss 'dro'; DRO, arXiv 2405.19107",
     use="Offline data with a quadratic leash instead of ratios.",
@@ -181,6 +187,7 @@ def dro(xp: Ops, inputs: LossInputs, settings: Mapping[str, Any]) -> LossValues:
     "score_centering",
     needs=("behaviour_logprobs", "advantages", "top_logprobs"),
     defaults={"cap": None},
+    limits={"cap": Limit(above=0)},
     formula="-sg(w) A log pi + A sum_head sg(m_v - alpha p_v) log p_v",
     source="Score centering, arXiv 2609.20807",
     use="A sampler that differs persistently (quantised): subtracts the sampler's expected score, which drifts.",
