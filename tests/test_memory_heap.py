@@ -57,3 +57,15 @@ def test_memory_goes_back_only_after_growth(monkeypatch):
     assert len(trims) == 1
     memory.give_back(1.2)  # 97
     assert (len(trims), memory._floor) == (2, 70)
+
+
+def test_a_growth_of_one_gives_back_always(monkeypatch):
+    """Also when the process is smaller than it was: optimiser moments that were freed since must not raise the bar."""
+    trims = []
+    process = types.SimpleNamespace(memory_info=lambda: types.SimpleNamespace(rss=50))
+    monkeypatch.setattr(memory.psutil, "Process", lambda: process)
+    monkeypatch.setattr(memory, "_libc", lambda name: trims.append)
+    monkeypatch.setattr(memory, "_floor", 100)
+    memory.give_back(1.0)
+    memory.give_back(1.0)
+    assert len(trims) == 2

@@ -44,11 +44,11 @@ def one_heap() -> None:
 def give_back(growth: float = 1.0) -> None:
     """Return freed memory to the system, if resident memory has grown by a factor of ``growth`` since it last did.
 
-    Without glibc do nothing.
+    With a factor of 1 always: what was freed since may have been held at the last time.  Without glibc do nothing.
     """
     global _floor
     trim, process = _libc("malloc_trim"), psutil.Process()
-    if trim is None or process.memory_info().rss < growth * _floor:
+    if trim is None or (growth > 1 and process.memory_info().rss < growth * _floor):
         return
     trim(0)
     _floor = process.memory_info().rss

@@ -110,8 +110,8 @@ class TrainingSettings(Settings):
     heap_growth: float = Field(
         1.2,
         ge=1,
-        description="After an update, freed memory goes back to the system if the process has grown by this factor "
-        "since it last did. 1 holds least and is slower: always, and staged weights after every publish too.",
+        description="After an update and a publish, freed memory goes back to the system if the process has grown by "
+        "this factor since it last did. 1 holds least and is slower: always, and staged weights too.",
     )
     determinism: Literal["fast", "exact"] = Field(
         "fast", description="exact: the same seed gives bit-equal losses, weights and ledger content."

@@ -24,6 +24,7 @@ from slipstream.data.sft import SftDataset
 from slipstream.errors import SettingsError
 from slipstream.inference.types import Engine
 from slipstream.ledger import Ledger
+from slipstream.memory import give_back
 from slipstream.rollout.generator import TurnGenerator, make_env_factory
 from slipstream.rollout.renderer import Renderer
 from slipstream.rollout.skyrl_generator import SkyRLGenerator
@@ -96,6 +97,7 @@ class Parts:
         version = self.counter.next()
         self.receipts = await self.serving.publish(lambda: self.backend.export_weights("policy"), version)
         self.stale = False
+        give_back(self.settings.training.heap_growth)  # the weights before, and what staging and packing left
         return self.receipts
 
     async def ensure_published(self) -> str:
