@@ -101,6 +101,30 @@ async def test_a_row_follows_its_prompt_into_and_out_of_sharing(monkeypatch):
         assert gap(model, ask, got) < TOLERANCE
 
 
+@pytest.mark.parametrize("fits", [True, False])
+async def test_a_newcomer_that_cuts_a_block_which_others_read_in_place(monkeypatch, fits):
+    """The block's identity goes to its tail; those who decode over it must not lose its front, for a single token."""
+    monkeypatch.setattr(sharing.row_starts, "__defaults__", (0,))
+    model, _ = model_and_tokenizer()
+    ids = prompt(40)
+    old = [request(ids, max_tokens=60, seed=n) for n in range(2)]
+    late = request((*ids[:20], *prompt(10, 7)), max_tokens=5 if fits else 90, seed=9)
+    room = {} if fits else {"kv_cache_tokens": 40 + 3 * 60 + 20}
+    async with running(**room) as engine:
+        task = asyncio.gather(*(engine.generate(ask) for ask in old))
+        while (await engine.metrics())["generation_tokens_total"] < 20:
+            await asyncio.sleep(0.001)
+        assert await engine._call(lambda core: len(core._shared)) > 0
+        splits = await engine._call(lambda core: core.tree.splits)
+        last = asyncio.create_task(engine.generate(late))
+        while await engine._call(lambda core: core.tree.splits) == splits:
+            await asyncio.sleep(0.001)
+        assert not task.done(), "the block is cut while others decode"
+        results = [*await task, await last]
+    for ask, got in zip([*old, late], results, strict=True):
+        assert gap(model, ask, got) < TOLERANCE
+
+
 async def test_copies_that_do_not_fit_are_read_in_place():
     """A cache too small to copy prompts into rows still decodes, and right."""
     model, _ = model_and_tokenizer()

@@ -72,7 +72,7 @@ class EngineCore:
         self.updating: set[str] | None = None
         """Names written by the open update."""
         self._shared: list[tuple[Node, RowIndex]] = []
-        self._replan = True
+        self._replan, self._splits = True, 0
         self._arrivals = self._batches = 0
         self.totals: Counter[str] = Counter()
         self._recent: deque[tuple[float, int]] = deque()
@@ -336,7 +336,8 @@ class EngineCore:
         if not self.decoding:
             self._shared = []
             return
-        if self._replan:
+        if self._replan or self._splits != self.tree.splits:
+            self._splits = self.tree.splits  # a newcomer may have cut a block that others read in place
             starts, lift = self._choose_starts()
             # Both the old and the new extent of each row have to fit while it is moved.
             extents = (
@@ -551,7 +552,10 @@ class EngineCore:
         node, matched = self.tree.descend(leaf, tokens)
         rest = tokens[matched:]
         width = max(s.row_need for s in (sequence, *self.running))
-        if not len(rest) or not self._fits(len(rest), len(self.running), width):
+        self.tree.acquire(node)  # what is evicted for room must not be what the rest hangs from
+        room = len(rest) and self._fits(len(rest), len(self.running), width)
+        self.tree.release(node)
+        if not room:
             return
         begin = leaf.end + matched - sequence.row_start
         block = self.rows.buffer[:, :, sequence.row, :, begin : begin + len(rest)].clone()

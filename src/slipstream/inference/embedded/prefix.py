@@ -79,6 +79,8 @@ class PrefixTree:
         self._clock = 0
         self.tokens = 0
         """Tokens held in blocks, referenced or not."""
+        self.splits = 0
+        """How often a block was cut in two: whoever holds on to a node holds its tail since."""
 
     def root(self, scope: Scope, *, kept: bool = True) -> Node:
         """The empty node of a scope.  ``kept=False``: its blocks go as soon as nobody references them."""
@@ -117,6 +119,7 @@ class PrefixTree:
         """Put a new node before ``node`` that holds its first ``at`` tokens; ``node`` keeps its identity."""
         parent = node.parent
         assert parent is not None
+        self.splits += 1
         front = Node(node.tokens[:at].copy(), parent, node.kept)
         front.children, front.used = [node], node.used
         parent.children[parent.children.index(node)] = front

