@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from slipstream.algorithms import check_algorithm, loss_spec
-from slipstream.algorithms.losses import LOSSES
+from slipstream.algorithms.losses import LOSSES, register_loss
 from slipstream.config.settings import AlgorithmSettings, SamplingSettings
 from slipstream.errors import SettingsError
 
@@ -147,3 +147,18 @@ def test_a_critic_on_the_policys_backbone_has_no_steps_of_its_own():
     assert keys({"preset": "ppo", "critic": {"value_coef": 0.1}}) == ["algorithm.critic.value_coef"]
     assert keys({"preset": "ppo", "critic": {"backbone": "shared", "value_coef": 0.1}}) == []
     assert keys({"preset": "ppo"}) == []
+
+
+@pytest.mark.parametrize("need", ["values", "old_values", "returns"])
+def test_a_policy_loss_that_wants_what_only_a_critics_loss_gets_is_refused(need):
+    register_loss("greedy_for_tests", needs=("old_logprobs", "advantages", need))(lambda xp, inputs, settings: None)
+    try:
+        assert "algorithm.loss" in keys({"loss": "greedy_for_tests"})
+    finally:
+        LOSSES.remove("greedy_for_tests")
+
+
+def test_an_adaptive_coefficient_that_would_switch_itself_off_is_refused():
+    adaptive = {"kl_coef": 0.1, "kl_controller": {"kind": "adaptive", "horizon": 20}}
+    assert keys(adaptive, prompts_per_step=16) == ["algorithm.kl_controller.horizon"]
+    assert keys(adaptive, prompts_per_step=1) == []

@@ -17,6 +17,9 @@ def problems(samples: int = 8, **given: Any) -> dict[str, str]:
     return {problem.keys[0]: problem.severity for problem in found}
 
 
+DISTIL = {"advantage": "distill", "drop_zero_variance": False, "teacher": {"path": "m"}}
+
+
 @pytest.mark.parametrize(
     ("given", "key"),
     [
@@ -32,6 +35,14 @@ def problems(samples: int = 8, **given: Any) -> dict[str, str]:
         ({"advantage": "distill", "drop_zero_variance": False}, "algorithm.teacher"),
         ({"teacher": {"path": "m"}}, "algorithm.teacher"),
         ({"critic": {"value_clip": 0.1}}, "algorithm.critic"),
+        ({**DISTIL, "kl_in": "reward", "kl_coef": 0.1}, "algorithm.kl_in"),
+        ({**DISTIL, "overlong": {"factor": 1.0}}, "algorithm.overlong.factor"),
+        ({**DISTIL, "zero_reward_on_non_stop": True}, "algorithm.zero_reward_on_non_stop"),
+        ({"drop_zero_variance": False, "zero_variance_tol": 0.1}, "algorithm.zero_variance_tol"),
+        (
+            {**DISTIL, "teacher": {"urls": ["http://a:1"], "dtype": "float32"}},
+            "algorithm.teacher.dtype",
+        ),
         ({"reduction_tokens": 9}, "algorithm.reduction_tokens"),
         ({"filters": "truncatd"}, "algorithm.filters"),
         ({"filters": "no_such_module:f"}, "algorithm.filters"),

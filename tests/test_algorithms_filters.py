@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 
 from algorithm_builders import group, sampled, trajectory
@@ -46,6 +47,12 @@ def test_rewards_per_turn_are_judged_by_their_total():
     assert len(apply_filters([flat], ALGORITHM, ROLLOUT).excluded) == 2
     spread = Group("g", "p", 2, (member("a", 0, 1.0, 1.0), member("b", 1, 0.0, 1.0)))
     assert not apply_filters([spread], ALGORITHM, ROLLOUT).excluded
+    # Equal totals of different turns teach an estimator that compares turns.
+    by_turn = ALGORITHM.model_copy(update={"advantage": "turn_credit"})
+    assert any(np.any(a) for a in compute_advantages([flat], by_turn).values())
+    assert not apply_filters([flat], by_turn, ROLLOUT).excluded
+    same = Group("g", "p", 2, (member("a", 0, 1.0, 0.0), member("b", 1, 1.0, 0.0)))
+    assert len(apply_filters([same], by_turn, ROLLOUT).excluded) == 2
 
 
 def test_an_invalid_member_neither_makes_nor_hides_spread():

@@ -6,14 +6,15 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from fakes import EOS, VOCAB, ByteTokenizer, EnvMaker, ScriptedEnv, step, user
-from slipstream.config.settings import FailureBudget, RolloutSettings, SamplingSettings
+from slipstream.config.settings import EnvSettings, FailureBudget, RolloutSettings, SamplingSettings
+from slipstream.envs import BaseTextEnv, deregister, register
 from slipstream.errors import BudgetExceededError, InferenceError
 from slipstream.inference.fake import FakeEngine
 from slipstream.inference.types import GenerateRequest, GenerateResult
@@ -28,6 +29,7 @@ from slipstream.rollout import (
     RolloutEvent,
     TurnGenerator,
     WaveGate,
+    make_env_factory,
 )
 from slipstream.trajectory import Cancelled, Failed, Group, SamplingSpec
 
@@ -326,6 +328,37 @@ async def test_cancelled_group_closes_every_environment_once_and_reports_its_tok
     assert not any(isinstance(e, GroupFinished) for e in events)
 
 
+async def test_a_member_that_was_taken_back_and_told_of_is_not_held_too() -> None:
+    """One member is back at once, another still in its environment: a step that ends in between counts each once."""
+    inside, leave = threading.Event(), threading.Event()
+
+    class Stuck(ScriptedEnv):
+        def step(self, action: str) -> Any:
+            if self.extras["stuck"].pop():
+                inside.set()
+                leave.wait(10)
+            return super().step(action)
+
+    turns = iter([[True], [False]])
+    maker = lambda env_class, extras: Stuck([step(1.0, "more"), step(1.0, done=True)], {"stuck": next(turns) * 9})  # noqa: E731
+    told: list[RolloutEvent] = []
+    engine = fake(step_seconds=0.02)
+    rollout = generator(engine, maker, told)
+    running = asyncio.ensure_future(rollout.generate_group(task(n=2)))
+    await asyncio.to_thread(inside.wait, 10)
+    running.cancel()
+    while not told:
+        await asyncio.sleep(0.001)
+    apart = sum(e.trajectory.sampled_tokens for e in told if isinstance(e, AttemptCancelled))
+    assert apart + rollout.held_tokens() == rollout.meter.delivered["train"]
+    leave.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await rollout.aclose()
+    apart = sum(e.trajectory.sampled_tokens for e in told if isinstance(e, AttemptCancelled))
+    assert (apart, rollout.held_tokens()) == (rollout.meter.delivered["train"], 0)
+
+
 async def test_cancelling_while_the_engine_works_closes_environments() -> None:
     maker = EnvMaker(two_turns)
     rollout = generator(fake(step_seconds=10.0), maker, determinism="exact")
@@ -498,6 +531,41 @@ async def test_a_hundred_episodes_with_random_faults_leave_nothing_open() -> Non
     assert rollout.pool.threads <= 8
     release.set()
     await rollout.aclose()
+
+
+# ---- the environments of a run
+
+
+class Configured(BaseTextEnv):
+    def __init__(self, env_config: Any = None, extras: Any = None) -> None:
+        super().__init__()
+        self.config, self.extras = env_config, extras
+
+
+@pytest.fixture
+def two_environments() -> Iterator[None]:
+    register("mine", Configured)
+    register("another", Configured)
+    yield
+    deregister("mine")
+    deregister("another")
+
+
+@pytest.mark.usefixtures("two_environments")
+def test_the_settings_of_the_runs_environment_are_not_those_of_another() -> None:
+    build = make_env_factory(EnvSettings(id="mine", kwargs={"level": 3}))
+    assert build("mine", {}).config.level == 3
+    assert build("another", {}).config == {}
+
+
+@pytest.mark.usefixtures("two_environments")
+def test_instances_share_no_part_of_their_settings() -> None:
+    settings = EnvSettings(id="mine", kwargs={"seen": [], "deep": {"a": [1]}})
+    build = make_env_factory(settings)
+    first, second = build("mine", {}), build("mine", {})
+    first.config["seen"].append("x")
+    first.config["deep"]["a"].append(2)
+    assert second.config == settings.kwargs == {"seen": [], "deep": {"a": [1]}}
 
 
 def test_task_without_samples_or_messages_is_refused() -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from replay_kit import groups, requests
 from run_kit import EXACT, tiny_settings, weights_digest
 from slipstream.algorithms.batch import FloatArray
+from slipstream.algorithms.check import algorithm_problems
 from slipstream.algorithms.compile import compile_batch
+from slipstream.config.settings import RunSettings
 from slipstream.inference.fake import FakeEngine
 from slipstream.ledger import LedgerReader
 from slipstream.trainers.critic import by_row, by_trajectory
@@ -41,6 +44,21 @@ def test_ppo_with_a_critic_of_its_own_resumes_to_the_bit(tiny_dir: Path, tmp_pat
     assert abs(seen[-1]["critic/value_mean"]) > 0
     for a, b in zip(seen, metrics(tmp_path / "broken"), strict=True):
         assert a["critic/value_error"] == b["critic/value_error"]
+
+
+def test_without_a_clip_the_critic_learns_by_the_plain_squared_error(tiny_dir: Path, tmp_path: Path) -> None:
+    free = [*OWN, "schedule.steps=1", "algorithm.critic.value_clip=null"]
+    assert train(tiny_settings(tiny_dir, tmp_path / "r", *free)).finished
+    (seen,) = metrics(tmp_path / "r")
+    assert seen["critic/loss"] == pytest.approx(seen["critic/value_error"] / 2, rel=1e-5)
+
+
+def test_a_run_is_planned_from_its_own_record(tiny_dir: Path) -> None:
+    """Every default stands in it, and none of them contradicts anything."""
+    for backbone in ("own", "shared"):
+        first = tiny_settings(tiny_dir, Path("r"), "algorithm.preset=ppo", f"algorithm.critic.backbone={backbone}")
+        again = RunSettings.model_validate(first.model_dump(mode="json"))
+        assert [str(p) for p in algorithm_problems(again)] == [str(p) for p in algorithm_problems(first)] == []
 
 
 def test_in_its_warmup_the_critic_learns_alone(tiny_dir: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from algorithm_builders import trajectory
 from fakes import ScriptedEnv, step
 from run_kit import start, tiny_settings
 from slipstream.errors import LedgerError
@@ -19,7 +20,7 @@ from slipstream.ledger.journal import read_lines
 from slipstream.rollout import AttemptSuperseded, GroupFinished, MemberFinished, TurnCompleted
 from slipstream.rollout.progress import MemberProgress
 from slipstream.trainers.journal import RolloutJournal, recover
-from slipstream.trajectory import Group
+from slipstream.trajectory import Failed, Group
 from test_rollout_generator import fake, generator, task
 from test_trainers_async import ASYNC
 from test_trainers_run import trained_prompts
@@ -44,6 +45,25 @@ class Replaying(ScriptedEnv):
 
 def env(_: str, extras: dict[str, Any]) -> ScriptedEnv:
     return Replaying(two_turns(0), extras)
+
+
+async def test_work_of_a_group_that_has_started_again_and_said_nothing_yet_is_cut_too(tmp_path: Path) -> None:
+    """Else two kills in a row would lose what the first one left."""
+    group = await journalled(tmp_path, turns=1)
+    _, progress = recover(tmp_path, "rl-000003", None, 3)
+    journal = RolloutJournal(tmp_path, "rl-000003")
+    journal.started(replace(task(n=2), progress=progress[group.group_id]))
+    lines = journal.cut("rl-000004", [], {})
+    journal.close()
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "rollouts.jsonl").write_text("\n".join(lines) + "\n")
+    _, again = recover(tmp_path, "rl-000004", tmp_path / "checkpoint", 3)
+    assert again == progress
+
+
+def test_a_failure_is_no_finished_work() -> None:
+    failed = trajectory("t", outcome=Failed("env_raised", "the server is down", True))
+    assert MemberProgress(1, finished=failed).sampled_by(9) is None
 
 
 async def journalled(run_dir: Path, *, turns: int = 9, version: str = "policy/0/3") -> Group:

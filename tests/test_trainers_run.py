@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from run_kit import EXACT, tiny_settings, weights_digest
+from slipstream.config import dump_settings
 from slipstream.envs import BaseTextEnv, register
 from slipstream.errors import BudgetExceededError, CheckpointError, SettingsError
 from slipstream.ledger import LedgerReader
 from slipstream.trainers.callbacks import Callback, Control, StepInfo
 from slipstream.trainers.run import train
+from slipstream.trainers.saving import Saver
 
 
 class StopAt(Callback):
@@ -246,6 +248,7 @@ def test_a_failing_environment_costs_members_not_the_run(tiny_dir: Path, tmp_pat
 
 def test_a_lost_environment_costs_no_completed_turn_and_the_ledger_tells_of_it(tiny_dir: Path, tmp_path: Path) -> None:
     data = rows_for("interrupted_test", tmp_path / "d.jsonl")
+    Interrupted.made = 0
     train(tiny_settings(tiny_dir, tmp_path / "r", f"data.train={data}", "schedule.steps=1", "data.eval=[]"))
     reader = LedgerReader(tmp_path / "r")
     told = [event.data for event in reader.events("recovered")]
@@ -257,9 +260,146 @@ def test_a_lost_environment_costs_no_completed_turn_and_the_ledger_tells_of_it(t
     assert all(len(r.trajectory.turns) == 2 for r in records)
 
 
+def test_the_ledger_tells_of_what_an_evaluation_before_training_recovered(tiny_dir: Path, tmp_path: Path) -> None:
+    data = rows_for("interrupted_test", tmp_path / "d.jsonl")
+    Interrupted.made = 0
+    overrides = [f"data.train={data}", f"data.eval={data}", "schedule.steps=1", "eval.before=true", "eval.after=false"]
+    train(tiny_settings(tiny_dir, tmp_path / "r", *overrides))
+    reader = LedgerReader(tmp_path / "r")
+    told = [event.data["trajectory"] for event in reader.events("recovered")]
+    assert len(told) == 3
+    assert not set(told) & {r.trajectory.trajectory_id for r in reader.trajectories(phase="train")}
+
+
 def test_a_hopeless_environment_stops_the_run_naming_the_fault(tiny_dir: Path, tmp_path: Path) -> None:
     data = rows_for("broken_test", tmp_path / "d.jsonl")
     with pytest.raises(BudgetExceededError, match="always"):
         train(tiny_settings(tiny_dir, tmp_path / "r", f"data.train={data}", "data.eval=[]"))
     errors = LedgerReader(tmp_path / "r").events("error")
     assert "BudgetExceededError" in errors[-1].data["message"]
+
+
+class Dull(BaseTextEnv):
+    """The first groups all earn the same; later ones have a spread."""
+
+    made = 0
+
+    def __init__(self, env_config: object, extras: dict[str, object]) -> None:
+        super().__init__()
+        type(self).made += 1
+        self.reward = 1.0 if type(self).made <= 6 else float(type(self).made % 2)
+
+    def step(self, action: str):
+        return {"observations": [], "reward": self.reward, "done": True, "metadata": {}}
+
+
+register(id="dull_test", entry_point=Dull)
+
+
+@pytest.mark.parametrize("kind", ["filter", "replace"])
+@pytest.mark.parametrize("schedule", ["sync", "one_step_off"])
+def test_a_first_round_without_a_spread_is_followed_by_another(
+    tiny_dir: Path, tmp_path: Path, kind: str, schedule: str
+) -> None:
+    data = rows_for("dull_test", tmp_path / "d.jsonl")
+    Dull.made = 0
+    given = [
+        f"data.train={data}", "data.eval=[]", "schedule.steps=1", f"schedule.kind={schedule}",
+        "schedule.prompts_per_step=2", "algorithm.drop_zero_variance=true",
+        f"algorithm.dynamic_sampling.kind={kind}", "schedule.step_deadline_seconds=60", "inference.request_timeout_seconds=60",
+    ]  # fmt: skip
+    result = train(tiny_settings(tiny_dir, tmp_path / "r", *given))
+    assert (result.finished, result.steps) == (True, 1)
+    assert Dull.made > 6
+
+
+def test_a_finished_run_goes_on_when_it_is_given_more_steps(tiny_dir: Path, tmp_path: Path) -> None:
+    short = tiny_settings(tiny_dir, tmp_path / "r", "schedule.steps=2", "data.eval=[]")
+    assert train(short).steps == 2
+    longer = tiny_settings(tiny_dir, tmp_path / "r", "schedule.steps=4", "data.eval=[]")
+    result = train(longer)
+    assert (result.finished, result.steps) == (True, 4)
+    assert set(trained_prompts(tmp_path / "r").values()) == {1}
+
+
+def test_a_longer_run_does_not_stretch_a_learning_rate_that_falls(tiny_dir: Path, tmp_path: Path) -> None:
+    falls = ["training.optimizer.scheduler=cosine", "data.eval=[]"]
+    train(tiny_settings(tiny_dir, tmp_path / "r", *falls, "schedule.steps=4"), [StopAt(2)])
+    with pytest.raises(SettingsError, match="laid out for 4 optimiser steps"):
+        train(tiny_settings(tiny_dir, tmp_path / "r", *falls, "schedule.steps=8"))
+    kept = [*falls, "schedule.steps=5", "training.optimizer.total_steps=4"]
+    assert train(tiny_settings(tiny_dir, tmp_path / "r", *kept)).steps == 5
+
+
+def test_an_evaluation_that_is_switched_on_later_is_not_of_the_untouched_model(tiny_dir: Path, tmp_path: Path) -> None:
+    first = tiny_settings(tiny_dir, tmp_path / "r", "schedule.steps=4", "data.eval=[]")
+    train(first, [StopAt(2)])
+    train(tiny_settings(tiny_dir, tmp_path / "r", "schedule.steps=4", "eval.before=true"))
+    stages = {event.data["stage"] for event in LedgerReader(tmp_path / "r").events("eval")}
+    assert stages == {"rl"}
+
+
+def test_work_from_before_the_first_checkpoint_is_of_the_same_settings(tiny_dir: Path, tmp_path: Path) -> None:
+    settings = tiny_settings(tiny_dir, tmp_path / "r")
+    (tmp_path / "r" / "rollouts").mkdir(parents=True)
+    (tmp_path / "r" / "rollouts" / "after-start.jsonl").write_text('{"kind": "gone", "group": "g"}\n')
+    (tmp_path / "r" / "settings.yaml").write_text(dump_settings(settings))
+    Saver(settings.run_dir, settings).find()
+    other = settings.model_copy(update={"seed": 1})
+    with pytest.raises(SettingsError, match="seed: 0 -> 1"):
+        Saver(settings.run_dir, other).find()
+    never = settings.model_copy(update={"checkpoint": settings.checkpoint.model_copy(update={"resume": "never"})})
+    with pytest.raises(CheckpointError, match="already holds a run"):
+        Saver(settings.run_dir, never).find()
+
+
+def test_adapters_that_were_warmed_up_are_their_own_reference(tiny_dir: Path, tmp_path: Path) -> None:
+    """KL is measured against the model after its supervised phase, also where only adapters are trained."""
+    chats = tmp_path / "chats.jsonl"
+    row = {"messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]}
+    chats.write_text(json.dumps(row) + "\n")
+    given = [
+        f"data.sft={chats}", "sft.steps=2", "sft.rows_per_step=1", "sft.optimizer.lr=0.05", "training.lora.rank=4",
+        "algorithm.kl_coef=0.1", "schedule.steps=2", "data.eval=[]", *EXACT, "checkpoint.every_steps=1",
+    ]  # fmt: skip
+    train(tiny_settings(tiny_dir, tmp_path / "whole", *given))
+    first, second = (m.values["policy/policy_kl"] for m in LedgerReader(tmp_path / "whole").metrics("train"))
+    assert first == pytest.approx(0.0, abs=1e-6)
+    assert second > 1e-6
+    broken = tiny_settings(tiny_dir, tmp_path / "broken", *given)
+    train(broken, [StopAt(1)])
+    train(broken)
+    again = [m.values["policy/policy_kl"] for m in LedgerReader(tmp_path / "broken").metrics("train")]
+    assert again == [first, second]
+
+
+def test_kl_in_the_reward_survives_a_step_without_groups(tiny_dir: Path, tmp_path: Path) -> None:
+    Dull.made = -1_000_000  # all earn the same
+    given = [
+        "algorithm.kl_coef=0.01", "algorithm.kl_in=reward", "algorithm.drop_zero_variance=true", "schedule.steps=1",
+        "data.eval=[]", f"data.train={rows_for('dull_test', tmp_path / 'd.jsonl')}",
+    ]  # fmt: skip
+    assert train(tiny_settings(tiny_dir, tmp_path / "r", *given)).steps == 1
+    (metrics,) = LedgerReader(tmp_path / "r").metrics("train")
+    assert metrics.values["policy/optimizer_steps"] == 0
+
+
+def test_callbacks_save_and_evaluate_in_the_supervised_phase_too(tiny_dir: Path, tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    row = {"messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]}
+    chats.write_text(json.dumps(row) + "\n")
+
+    class Asks(Callback):
+        def on_step_end(self, info, control) -> None:
+            if (info.phase, info.step) == ("sft", 1):
+                control.save()
+                control.evaluate()
+
+    given = [
+        f"data.sft={chats}", "sft.steps=3", "sft.rows_per_step=1", "schedule.steps=0", "checkpoint.every_steps=0",
+        "eval.before=false", "checkpoint.keep=9",
+    ]  # fmt: skip
+    train(tiny_settings(tiny_dir, tmp_path / "r", *given), [Asks()])
+    reader = LedgerReader(tmp_path / "r")
+    assert next(event.data["name"] for event in reader.events("checkpoint")) == "sft-000001"
+    assert [(e.step, e.data["stage"]) for e in reader.events("eval")] == [(1, "sft"), (0, "sft")]

@@ -18,6 +18,7 @@ from slipstream.inference.embedded.tiny import tiny_model_dir
 from slipstream.training.model import PolicyModel
 from slipstream.training.torch_backend import TorchBackend
 from slipstream.trajectory import SamplingSpec
+from slipstream.weights import AdapterTransport
 
 PPO = LossSpec("ppo_clip")
 
@@ -399,14 +400,29 @@ def test_the_reference_stays_while_the_policy_moves(build, lora):
         backend.forward_backward("reference", batch, PPO).result()
 
 
-def test_set_reference_takes_the_present_policy(build):
-    backend = build(handles=("policy", "reference"))
+@pytest.mark.parametrize("lora", [0, 4])
+def test_set_reference_takes_the_present_policy_which_then_moves_on(build, tmp_path, lora):
+    backend = build(handles=("policy", "reference"), lora=LoraSettings(rank=lora))
     batch = Batch(rows())
-    backend.forward_backward("policy", batch, PPO)
-    backend.optim_step("policy")
-    backend.set_reference()
+
+    def learn():
+        backend.forward_backward("policy", batch, PPO)
+        assert backend.optim_step("policy").result().applied
+
+    learn()
+    backend.set_reference().result()
     policy = backend.forward("policy", batch).result().logprobs
-    for a, b in zip(policy, backend.forward("reference", batch).result().logprobs, strict=True):
+    learn()
+    moved = backend.forward("policy", batch).result().logprobs
+    assert max(float(np.abs(a - b).max()) for a, b in zip(policy, moved, strict=True)) > 1e-3
+    assert "reference" in backend.saved_handles
+    backend.save("reference", tmp_path / "reference").result()
+    other = build(handles=("policy", "reference"), lora=LoraSettings(rank=lora))
+    other.load("reference", tmp_path / "reference").result()
+    for trainer in (backend, other):
+        for a, b in zip(policy, trainer.forward("reference", batch).result().logprobs, strict=True):
+            np.testing.assert_array_equal(a, b)
+    for a, b in zip(moved, backend.forward("policy", batch).result().logprobs, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -431,9 +447,13 @@ def test_lora_trains_adapters_only_and_exports_the_merged_weights(build, tmp_pat
 
     plain = AutoModelForCausalLM.from_pretrained(model_dir(arch), dtype=torch.float32)
     loaded = PeftModel.from_pretrained(plain, str(tmp_path / "adapter")).merge_and_unload()
-    state = loaded.state_dict()
-    for name in merged:
-        torch.testing.assert_close(merged[name], state[name], rtol=0, atol=1e-6)
+    # What is sent to an engine that runs adapters is the same adapter, its scale in B.
+    staged = AdapterTransport(tmp_path).stage("policy/0/1", backend.export_weights("adapter"))
+    plain = AutoModelForCausalLM.from_pretrained(model_dir(arch), dtype=torch.float32)
+    sent = PeftModel.from_pretrained(plain, str(staged.payload)).merge_and_unload()
+    for state in (loaded.state_dict(), sent.state_dict()):
+        for name in merged:
+            torch.testing.assert_close(merged[name], state[name], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(

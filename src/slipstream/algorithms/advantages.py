@@ -132,6 +132,8 @@ class Estimator:
     needs: tuple[str, ...] = ()
     whitens: bool = False
     uses_rewards: bool = True
+    by_turn: bool = False
+    """Compares turns: equal totals earned in different turns teach something."""
     formula: str = ""
     source: str = ""
     use: str = ""
@@ -163,6 +165,7 @@ def register_advantage(
     needs: tuple[str, ...] = (),
     whitens: bool = False,
     uses_rewards: bool = True,
+    by_turn: bool = False,
     formula: str = "",
     source: str = "",
     use: str = "",
@@ -179,6 +182,7 @@ def register_advantage(
             needs,
             whitens,
             uses_rewards,
+            by_turn,
             formula,
             source,
             use,

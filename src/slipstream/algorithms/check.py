@@ -96,7 +96,7 @@ def check_algorithm(
         problems += check_anchor(settings)
         problems += _check_stale(settings) if stale else ()
         problems += check_estimation(settings, samples_per_prompt=samples_per_prompt)
-    problems += _check_kl(settings)
+    problems += _check_kl(settings, prompts_per_step * samples_per_prompt if prompts_per_step is not None else None)
     problems += _check_sampling(sampling)
     if prompts_per_step is not None and settings.minibatches_per_step > prompts_per_step:
         problems.append(
@@ -203,7 +203,7 @@ def _check_loss(settings: AlgorithmSettings) -> Iterator[Problem]:
             yield Problem(
                 (f"algorithm.{key}", "algorithm.loss"),
                 f"loss {settings.loss!r} does not clip, so {key} would do nothing",
-                f"remove algorithm.{key}, or choose a clipping loss such as ppo_clip",
+                f"set algorithm.{key}=null, or choose a clipping loss such as ppo_clip",
             )
     if loss.kind != "policy":
         learns, mend = _OTHER_KINDS[loss.kind]
@@ -217,7 +217,7 @@ def _check_loss(settings: AlgorithmSettings) -> Iterator[Problem]:
         )
 
 
-def _check_kl(settings: AlgorithmSettings) -> Iterator[Problem]:
+def _check_kl(settings: AlgorithmSettings, trajectories: int | None) -> Iterator[Problem]:
     controller = settings.kl_controller
     if controller.kind == "adaptive" and settings.kl_coef == 0:
         yield Problem(
@@ -232,14 +232,20 @@ def _check_kl(settings: AlgorithmSettings) -> Iterator[Problem]:
             "only an adaptive controller reads this",
             "set algorithm.kl_controller.kind=adaptive, or remove it",
         )
+    if controller.kind == "adaptive" and trajectories is not None and trajectories >= 5 * controller.horizon:
+        yield Problem(
+            ("algorithm.kl_controller.horizon", "schedule.prompts_per_step"),
+            f"with {trajectories} trajectories in a step the coefficient falls to 0, for good, once the KL is small",
+            f"use a horizon above {trajectories // 5}, the paper's is 10000",
+        )
     if settings.kl_coef == 0:
         if settings.kl_in == "reward":
             yield Problem(
                 ("algorithm.kl_in", "algorithm.kl_coef"),
                 "kl_in=reward with kl_coef=0 asks for a penalty of nothing",
-                "set algorithm.kl_coef > 0, or remove kl_in",
+                "set algorithm.kl_coef > 0, or algorithm.kl_in=loss",
             )
-        elif "kl_estimator" in settings.model_fields_set:
+        elif settings.kl_estimator != type(settings).model_fields["kl_estimator"].default and not settings.preset:
             yield Problem(
                 ("algorithm.kl_estimator", "algorithm.kl_coef"),
                 "a KL estimator is chosen but kl_coef is 0, so no KL is computed",

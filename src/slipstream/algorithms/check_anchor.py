@@ -44,6 +44,13 @@ def _needs(settings: AlgorithmSettings, loss: Loss) -> Iterator[Problem]:
             f"loss {settings.loss!r} needs a teacher's log-probs, and there is no teacher",
             "set algorithm.teacher.path or algorithm.teacher.urls",
         )
+    for need in ("values", "old_values", "returns"):
+        if need in loss.needs and loss.kind == "policy":
+            yield Problem(
+                ("algorithm.loss",),
+                f"loss {settings.loss!r} needs {need}, which a critic's loss is given and a policy's is not",
+                "learn from advantages (algorithm.advantage=gae brings the critic's judgement into them)",
+            )
     if "top_logprobs" not in loss.needs and settings.top_logprobs != AlgorithmSettings().top_logprobs:
         yield Problem(
             ("algorithm.top_logprobs", "algorithm.loss"),

@@ -18,6 +18,7 @@ from slipstream.algorithms.filters import FILTERS
 from slipstream.algorithms.losses import LOSSES
 from slipstream.algorithms.reduce import REDUCTIONS
 from slipstream.config.algorithm import AlgorithmSettings
+from slipstream.config.base import Settings
 from slipstream.config.presets import PRESETS
 from slipstream.config.problems import Problem
 from slipstream.errors import SettingsError
@@ -31,6 +32,7 @@ def check_estimation(settings: AlgorithmSettings, *, samples_per_prompt: int) ->
     estimator = ADVANTAGES.get(settings.advantage)
     return [
         *_estimator(settings, estimator, samples_per_prompt),
+        *_rewards(settings, estimator),
         *_zero_variance(settings, estimator),
         *_models(settings, estimator),
         *_reduction(settings),
@@ -41,8 +43,8 @@ def check_estimation(settings: AlgorithmSettings, *, samples_per_prompt: int) ->
     ]
 
 
-def _differs(settings: AlgorithmSettings, name: str) -> bool:
-    """Whether a field was given another value than its default."""
+def _differs(settings: Settings, name: str) -> bool:
+    """Whether a field has another value than its default: a run's own record names every field."""
     return bool(getattr(settings, name) != type(settings).model_fields[name].get_default(call_default_factory=True))
 
 
@@ -75,9 +77,33 @@ def _estimator(settings: AlgorithmSettings, estimator: Estimator, samples_per_pr
         )
 
 
+def _rewards(settings: AlgorithmSettings, estimator: Estimator) -> Iterator[Problem]:
+    """What changes rewards changes nothing for an estimator that does not read them."""
+    if estimator.uses_rewards:
+        return
+    unread = {
+        "algorithm.kl_in": settings.kl_in == "reward" and settings.kl_coef > 0,
+        "algorithm.overlong.factor": settings.overlong.factor > 0,
+        "algorithm.zero_reward_on_non_stop": settings.zero_reward_on_non_stop,
+    }
+    for key, given in unread.items():
+        if given:
+            yield Problem(
+                (key, "algorithm.advantage"),
+                f"{settings.advantage!r} does not read rewards, so a change of them would do nothing",
+                "use algorithm.kl_in=loss" if key == "algorithm.kl_in" else "remove it, or use another estimator",
+            )
+
+
 def _zero_variance(settings: AlgorithmSettings, estimator: Estimator) -> Iterator[Problem]:
     keys = ("algorithm.drop_zero_variance", "algorithm.advantage")
     if not settings.drop_zero_variance:
+        if _differs(settings, "zero_variance_tol"):
+            yield Problem(
+                ("algorithm.zero_variance_tol", "algorithm.drop_zero_variance"),
+                "no group is left out, so nothing reads the tolerance",
+                "remove it, or set algorithm.drop_zero_variance=true",
+            )
         return
     if not estimator.uses_rewards:
         yield Problem(
@@ -105,13 +131,13 @@ def _models(settings: AlgorithmSettings, estimator: Estimator) -> Iterator[Probl
         )
     if "values" in needs and settings.critic.backbone == "shared":
         for name in ("path", "optimizer", "minibatches_per_step", "epochs_per_step", "warmup_steps"):
-            if name in settings.critic.model_fields_set:
+            if _differs(settings.critic, name):
                 yield Problem(
                     (f"algorithm.critic.{name}", "algorithm.critic.backbone"),
                     "a critic on the policy's backbone moves with the policy, so this would do nothing",
                     "remove it, or use algorithm.critic.backbone=own",
                 )
-    elif "values" in needs and "value_coef" in settings.critic.model_fields_set:
+    elif "values" in needs and _differs(settings.critic, "value_coef"):
         yield Problem(
             ("algorithm.critic.value_coef", "algorithm.critic.backbone"),
             "a critic with an optimiser of its own needs no weight beside the policy's loss",
@@ -129,6 +155,12 @@ def _models(settings: AlgorithmSettings, estimator: Estimator) -> Iterator[Probl
             ("algorithm.teacher", "algorithm.advantage"),
             "a teacher is given, but neither the estimator nor the loss reads its scores",
             "use algorithm.preset=distill, or remove algorithm.teacher",
+        )
+    if teacher.urls and not teacher.path and _differs(teacher, "dtype"):
+        yield Problem(
+            ("algorithm.teacher.dtype", "algorithm.teacher.urls"),
+            "a running server has its own dtype, so this would do nothing",
+            "remove it",
         )
     if teacher.path and teacher.urls:
         yield Problem(

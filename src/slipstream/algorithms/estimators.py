@@ -114,6 +114,7 @@ def maxrl(groups: Sequence[ScoredGroup], settings: Mapping[str, Any]) -> dict[st
 
 @register_advantage(
     "turn_credit",
+    by_turn=True,
     defaults={"gamma": 1.0, "baseline": "mean"},
     formula="A_k = G_k - mean over the whole group of G_k, G_k = r_k + gamma G_(k+1), 0 where the turn is absent",
     source="return to go with a baseline over the full group (the unbiased form of per-turn GRPO)",

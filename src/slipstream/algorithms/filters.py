@@ -15,6 +15,7 @@ pool gives the same decisions whether groups arrive together or one by one, in a
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -25,7 +26,10 @@ from slipstream.config.algorithm import OverlongSettings
 from slipstream.config.resolve import most_sampled_tokens
 from slipstream.config.settings import AlgorithmSettings, RolloutSettings
 from slipstream.errors import ContractError
-from slipstream.trajectory import Group, Reward, Trajectory, Truncated
+from slipstream.trajectory import Group, Missing, Reward, Trajectory, Truncated
+
+OVERLONG = "overlong"
+"""The reward component of ``penalise_overlong``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +67,34 @@ def _exclude(member: Trajectory, reason: str) -> Decision:
     return Decision("exclude", reason, member.group_id, member.trajectory_id, member.sampled_tokens)
 
 
-def has_spread(group: Group, tol: float) -> bool:
-    """Whether the voters' total rewards differ by more than ``tol``; a lone voter has no spread."""
-    totals = [member.total_reward for member in group.voters]
-    return bool(totals) and max(totals) - min(totals) > tol
+def has_spread(group: Group, tol: float, *, by_turn: bool = False) -> bool:
+    """Whether the voters' total rewards (or those of any turn) differ by more than ``tol``; a lone voter has none."""
+    voters = group.voters
+    if not by_turn:
+        earned = [[member.total_reward for member in voters]]
+    else:
+        turns = {reward.turn for member in voters for reward in member.rewards}
+        earned = [[_earned_in(member, turn) for member in voters] for turn in turns]
+    return any(values and max(values) - min(values) > tol for values in earned)
+
+
+def _earned_in(member: Trajectory, turn: int) -> float:
+    return math.fsum(float(r.value) for r in member.rewards if r.turn == turn and not isinstance(r.value, Missing))
 
 
 @register_filter("zero_variance")
 def zero_variance(group: Group, algorithm: AlgorithmSettings, rollout: RolloutSettings) -> Iterable[Decision]:
     """Leave out groups whose voters all earned the same: every group-relative advantage in them is 0.
 
-    Works on totals, so it does not matter whether rewards came per token, per turn or at the end.  A lone voter
-    goes too (reason ``lone_voter``) unless the estimator has a baseline from outside of the group.
+    Works on totals, so it does not matter whether rewards came per token, per turn or at the end; for an estimator that
+    compares turns (``turn_credit``) every turn has to be equal.  A lone voter goes too (reason ``lone_voter``) unless
+    the estimator has a baseline from outside of the group.
     """
-    if not algorithm.drop_zero_variance or has_spread(group, algorithm.zero_variance_tol):
+    estimator = ADVANTAGES.get(algorithm.advantage)
+    if not algorithm.drop_zero_variance or has_spread(group, algorithm.zero_variance_tol, by_turn=estimator.by_turn):
         return []
     voters = group.voters
-    if len(voters) == 1 and not ADVANTAGES.get(algorithm.advantage).group_relative:
+    if len(voters) == 1 and not estimator.group_relative:
         return []
     return [_exclude(member, "zero_variance" if len(voters) > 1 else "lone_voter") for member in voters]
 
@@ -131,12 +146,21 @@ def penalise_overlong(
         penalty = overlong_penalty(member.sampled_tokens, limit, algorithm.overlong) if member.votes else 0.0
         if penalty > 0:
             last = max(span.turn for span in member.sampled_spans() if span.turn is not None)
-            member = replace(member, rewards=(*member.rewards, Reward(last, -penalty, "overlong")))
+            member = replace(member, rewards=(*member.rewards, Reward(last, -penalty, OVERLONG)))
             decisions.append(
                 Decision("penalty", "overlong", group.group_id, member.trajectory_id, member.sampled_tokens)
             )
         members.append(member)
     return (replace(group, members=tuple(members)) if decisions else group), decisions
+
+
+def as_scored(group: Group) -> Group:
+    """The group before ``penalise_overlong``: the ledger's trajectories carry what the rules added to their rewards."""
+    members = tuple(
+        replace(member, rewards=tuple(reward for reward in member.rewards if reward.component != OVERLONG))
+        for member in group.members
+    )
+    return replace(group, members=members)
 
 
 @dataclass(frozen=True)

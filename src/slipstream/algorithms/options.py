@@ -34,6 +34,8 @@ class Limit:
     over: str | None = None
     """Another setting, which this one has to exceed."""
     choices: tuple[str, ...] = ()
+    optional: bool = False
+    """``None`` means something, too, though the default is a number."""
 
     def words(self) -> str:
         """What is asked for, as error messages and the documentation say it; "" without any limit."""
@@ -72,8 +74,11 @@ def checked(
             raise SettingsError(f"{owner} has no setting {key!r}.{did_you_mean(key, sorted(defaults))}")
     settings = {**defaults, **given}
     for key, value in given.items():
+        limit = limits.get(key)
+        if value is None and limit is not None and limit.optional:
+            continue
         if wrong := _wrong(defaults[key], value):
-            raise SettingsError(f"{owner}: {key} must be {_wanted(wrong, limits.get(key))}, got {value!r}")
+            raise SettingsError(f"{owner}: {key} must be {_wanted(wrong, limit)}, got {value!r}")
     for key, limit in limits.items():
         value = settings[key]
         if value is not None and not limit.holds(value, settings):

@@ -69,6 +69,19 @@ FAST = (
 """May change on resume unless bit-equality is claimed: they move rounding or batch composition."""
 
 
+FILLED = (
+    "training.optimizer.total_steps",
+    "sft.optimizer.total_steps",
+    "algorithm.critic.optimizer.total_steps",
+    "algorithm.reduction_tokens",
+    "algorithm.overlong.max_tokens",
+    "algorithm.overlong.buffer_tokens",
+    "training.threads",
+    "inference.threads",
+)
+"""What a run fills in where it is null (``resolve_settings``, and threads by the machine); checkpoints hold it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """One leaf that differs; ``allowed`` says whether a run may go on with it, ``why`` why not."""
@@ -99,9 +112,15 @@ def diff_settings(old: RunSettings, new: RunSettings) -> list[Change]:
     return [_change(path, before[path], after[path], old, new) for path in before if before[path] != after[path]]
 
 
-def check_resume(old: RunSettings, new: RunSettings) -> list[Change]:
-    """The changes that a resumed run takes over; ``SettingsError`` names those that it cannot."""
+def check_resume(old: RunSettings, new: RunSettings, *, resolved: bool = True) -> list[Change]:
+    """The changes that a resumed run takes over; ``SettingsError`` names those that it cannot.
+
+    ``old`` is a checkpoint's.  With ``resolved=False`` those of ``new`` may still be null where a run fills them in:
+    they are compared once it has.
+    """
     changes = diff_settings(old, new)
+    if not resolved:
+        changes = [change for change in changes if not (change.path in FILLED and change.new is None)]
     refused = [change for change in changes if not change.allowed]
     if refused:
         lines = "\n".join(f"  - {c.path}: {c.old!r} -> {c.new!r}: {c.why}" for c in refused)
@@ -119,8 +138,9 @@ def _change(path: str, before: Any, after: Any, old: RunSettings, new: RunSettin
         exact = "exact" in (old.training.determinism, new.training.determinism)
         why = "training.determinism=exact promises the bits of an uninterrupted run" if exact else ""
         return Change(path, before, after, not exact, why)
-    if path == "training.optimizer.total_steps":
-        constant = old.training.optimizer.scheduler == new.training.optimizer.scheduler == "constant"
+    if path.endswith("optimizer.total_steps"):
+        scheduler = path.replace("total_steps", "scheduler")
+        constant = _flat(old)[scheduler] == _flat(new)[scheduler] == "constant"
         why = (
             "" if constant else f"the learning-rate schedule was laid out for {before} optimiser steps; set it to that"
         )

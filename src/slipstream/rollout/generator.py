@@ -17,6 +17,7 @@ been asked for when the first episode asks the engine.
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -50,11 +51,14 @@ class _Open:
         self.task = task
         self.done: dict[int, Trajectory] = {}
         self.live: dict[int, Episode] = {}
+        self.told: set[int] = set()
+        """Members that were taken back and told of: their tokens are the listener's, though others still end."""
 
     @property
     def tokens(self) -> int:
         """Sampled tokens of the group, those of an earlier start that no episode has taken up yet included."""
-        waiting = [p for i, p in self.task.progress.items() if i not in self.done and i not in self.live]
+        known = self.done.keys() | self.live.keys() | self.told
+        waiting = [p for i, p in self.task.progress.items() if i not in known]
         return (
             sum(member.sampled_tokens for member in self.done.values())
             + sum(episode.sampled_tokens for episode in self.live.values())
@@ -63,12 +67,17 @@ class _Open:
 
 
 def make_env_factory(settings: EnvSettings) -> EnvFactory:
-    """``slipstream.envs.make`` with ``env_config`` and ``extras``, as skyrl-gym's generator calls it."""
+    """``slipstream.envs.make`` with ``env_config`` and ``extras``, as skyrl-gym's generator calls it.
+
+    ``env_config`` holds ``env.kwargs``, a copy for each instance, where a row names the run's own environment
+    (``env.id``); the settings of that one are not those of another, which gets an empty ``env_config``.
+    """
     from slipstream.envs import make
     from slipstream.envs.registration import EnvConfig
 
     def factory(env_class: str, extras: dict[str, Any]) -> Any:
-        return make(env_class, env_config=EnvConfig(settings.kwargs), extras=extras)
+        own = copy.deepcopy(settings.kwargs) if env_class == settings.id else {}
+        return make(env_class, env_config=EnvConfig(own), extras=extras)
 
     return factory
 
@@ -179,7 +188,7 @@ class TurnGenerator:
         here = self._open[task.group_id] = _Open(task)
         try:
             await self.start()
-            salt = await self.engine.weight_version() if self._salted else None
+            salt = await self._salt() if self._salted else None
             services = Services(
                 self.renderer,
                 self.pool,
@@ -244,6 +253,8 @@ class TurnGenerator:
         episode = here.live[job.sample] = Episode(job, services, line.submit)
 
         def told(trajectory: Trajectory) -> None:
+            here.told.add(job.sample)
+            here.live.pop(job.sample, None)
             self._tell(AttemptCancelled(job.task, trajectory))
 
         ended: Trajectory | None = None
@@ -263,6 +274,11 @@ class TurnGenerator:
                     if ended is not None:
                         told(ended)
                     raise
+
+    async def _salt(self) -> str:
+        """What was published last; before that, what the engine says."""
+        published = self._published() if self._published is not None else None
+        return published or await self.engine.weight_version()
 
     def _semaphore(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()

@@ -20,7 +20,7 @@ from typing import Any
 
 from slipstream.errors import ContractError
 from slipstream.rollout.environment import StepResult
-from slipstream.trajectory import Missing, Span, Trajectory, WeightVersion
+from slipstream.trajectory import Failed, Missing, Span, Trajectory, WeightVersion
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,12 @@ class MemberProgress:
         return self.finished.sampled_tokens if self.finished is not None else sum(t.tokens for t in self.turns)
 
     def sampled_by(self, newest: int) -> MemberProgress | None:
-        """What is left when only weights up to publish counter ``newest`` belong to the run's lineage, or None."""
+        """What is left when only weights up to publish counter ``newest`` belong to the run's lineage, or None.
+
+        A failure is not kept: the run may have been stopped to mend what failed, so the sample is tried again.
+        """
+        if self.finished is not None and isinstance(self.finished.outcome, Failed):
+            return None
         if self.finished is not None and _within(self.finished.sampled_spans(), newest):
             return self
         kept = 0

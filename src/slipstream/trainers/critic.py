@@ -14,7 +14,6 @@ policy's backbone, adds its gradient to each of the policy's (``join``).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,7 +22,7 @@ import numpy as np
 from slipstream.algorithms.advantages import Arrays, critic_targets
 from slipstream.algorithms.batch import Batch, FloatArray
 from slipstream.algorithms.compile import split_minibatches
-from slipstream.algorithms.objective import LossSpec, Metric
+from slipstream.algorithms.objective import LossSpec, Metric, merge_steps
 from slipstream.algorithms.reduce import ReductionSpec
 from slipstream.config.settings import AlgorithmSettings
 from slipstream.trainers.waiting import within
@@ -88,10 +87,10 @@ class CriticUpdate:
         old = {row.row_id: own for row, own in zip(everyone.rows, result.values, strict=True)}
         return Judged(values, old, by_row(everyone, targets))
 
-    async def learn(self, batch: Batch, judged: Judged) -> list[dict[str, Metric]]:
-        """All optimiser steps of a critic of its own; one dict of metrics per step."""
+    async def learn(self, batch: Batch, judged: Judged) -> dict[str, float]:
+        """All optimiser steps of a critic of its own; their metrics."""
         settings = self.settings.critic
-        collected = []
+        collected, refused = [], 0
         for _ in range(settings.epochs_per_step):
             for part in split_minibatches(batch, settings.minibatches_per_step, self.reduction):
                 out = await self._backward(part.batch, judged)
@@ -99,10 +98,10 @@ class CriticUpdate:
                 own = {
                     "critic/grad_norm": Metric("mean", step.grad_norm, 1.0),
                     "critic/lr": Metric("mean", step.lr, 1.0),
-                    "critic/refused_steps": Metric("sum", float(not step.applied)),
                 }
+                refused += not step.applied
                 collected.append({**_named(out), **own})
-        return collected
+        return {**merge_steps(collected), "critic/refused_steps": float(refused)}
 
     async def join(self, batch: Batch, judged: Judged) -> dict[str, Metric]:
         """Add ``value_coef`` times the value loss to the policy's pending gradient (a shared backbone)."""
@@ -111,10 +110,9 @@ class CriticUpdate:
         return _named(await self._backward(Batch(scaled, batch.step), judged))
 
     async def _backward(self, batch: Batch, judged: Judged) -> StepOutput:
-        clip = self.settings.critic.value_clip
         spec = LossSpec(
             "value_clip",
-            {"clip": math.inf if clip is None else clip},
+            {"clip": self.settings.critic.value_clip},
             old_values=[judged.old[row.row_id] for row in batch.rows],
             returns=[judged.targets[row.row_id] for row in batch.rows],
         )

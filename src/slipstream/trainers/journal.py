@@ -26,6 +26,7 @@ from slipstream.rollout.types import (
     AttemptCancelled,
     AttemptSuperseded,
     GroupFinished,
+    GroupTask,
     MemberFinished,
     RolloutEvent,
     TurnCompleted,
@@ -49,6 +50,11 @@ class RolloutJournal:
 
     def _path(self, name: str) -> Path:
         return self._folder / f"after-{name}.jsonl"
+
+    def started(self, task: GroupTask) -> None:
+        """A group starts, with what an earlier start of the run completed of it: from now on that is in ``cut``."""
+        if task.progress:
+            self._open[task.group_id] = dict(task.progress)
 
     def on_event(self, event: RolloutEvent) -> None:
         """Write down what a rollout event tells; evaluations are not kept."""
@@ -107,6 +113,12 @@ class RolloutJournal:
     def close(self) -> None:
         """Close the file; what it holds stays."""
         self._journal.close()
+
+
+def has_journal(run_dir: Path) -> bool:
+    """Whether an earlier start left sampled work behind before its first checkpoint."""
+    path = run_dir / _FOLDER / "after-start.jsonl"
+    return path.is_file() and path.stat().st_size > 0
 
 
 def recover(

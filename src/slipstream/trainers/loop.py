@@ -184,6 +184,7 @@ class Loop:
         self.rollouts.check()
         self.rollouts.pump()
         while (selection := self.schedule.select()) is None:
+            self.rollouts.pump()  # to look may open another round (dynamic sampling), of which nothing runs yet
             await self.rollouts.changed(deadline, f"step {index + 1} did not collect its groups")
         return selection
 

@@ -31,6 +31,7 @@ from slipstream.rollout.skyrl_generator import SkyRLGenerator
 from slipstream.rollout.types import Generator, OnEvent, RolloutEvent
 from slipstream.rollout.waves import WaveLog
 from slipstream.trainers.distill import check_teacher
+from slipstream.trainers.probe import build_probe
 from slipstream.trainers.serving import Serving, open_serving
 from slipstream.training.torch_backend import TorchBackend
 from slipstream.trajectory import Trajectory
@@ -95,7 +96,14 @@ class Parts:
     async def publish(self) -> Sequence[Receipt]:
         """Publish the policy's present weights under the next version; raises ``PublishError``."""
         version = self.counter.next()
-        self.receipts = await self.serving.publish(lambda: self.backend.export_weights("policy"), version)
+        inference = self.settings.inference
+        probe = None
+        if inference.engine != "embedded":  # whose checksums are ours
+            dtypes = (self.settings.model.dtype, inference.dtype)
+            probe = await build_probe(self.backend, len(self.tokenizer), dtypes, self.deadline)
+        self.receipts = await self.serving.publish(
+            lambda: self.backend.export_weights(self.serving.exported), version, probe=probe
+        )
         self.stale = False
         give_back(self.settings.training.heap_growth)  # the weights before, and what staging and packing left
         return self.receipts
@@ -155,12 +163,8 @@ async def build_parts(
 
     Raises ``ModelError``, ``DataError``, ``SettingsError`` naming what cannot be used.
     """
-    import importlib
-
     from slipstream.inference.embedded.pretrained import load_tokenizer
 
-    for module in settings.env.modules:
-        importlib.import_module(module)
     tokenizer = load_tokenizer(settings.model.path, settings.model.chat_template)
     renderer = Renderer(tokenizer, settings.model.chat_template_kwargs)
     train = _prompts(settings, settings.data.train, renderer, ledger, "train") if settings.schedule.steps else None

@@ -29,15 +29,17 @@ from slipstream.algorithms.filters import apply_filters
 from slipstream.config import Plan, dump_settings, make_plan
 from slipstream.config.settings import RunSettings
 from slipstream.data.sampler import Sampler
+from slipstream.envs.registration import import_modules
 from slipstream.errors import SettingsError
 from slipstream.inference.embedded.engine import EmbeddedEngine
 from slipstream.ledger import Ledger, build_sinks, next_incarnation, write_report
 from slipstream.ledger.records import Stage
-from slipstream.rollout.types import AttemptCancelled, RolloutEvent, TurnRecovered
+from slipstream.rollout.types import AttemptCancelled, GroupTask, RolloutEvent, TurnRecovered
 from slipstream.rollout.waves import WaveLog
 from slipstream.schedule import Schedule, build_schedule
 from slipstream.trainers.account import TokenBooks
 from slipstream.trainers.callbacks import Callback, Control, StepInfo, notify
+from slipstream.trainers.checkpoint import Checkpoint
 from slipstream.trainers.evaluate import EvalResult, Evaluator
 from slipstream.trainers.loop import Hooks, Loop, Published
 from slipstream.trainers.parts import CustomGenerator, Parts, build_parts
@@ -68,6 +70,8 @@ def train(
         result = asyncio.run(run.run())
         if not run.goes_back:
             return result
+        # What it goes on from is its own checkpoint, also where the first start was to find none.
+        settings = settings.model_copy(update={"checkpoint": settings.checkpoint.model_copy(update={"resume": "auto"})})
 
 
 def check(settings: RunSettings, notes: Sequence[Any] = ()) -> Plan:
@@ -104,6 +108,7 @@ class Run:
 
     async def run(self) -> RunResult:
         """All phases; raises typed errors, after everything that was started has been closed."""
+        import_modules(self.settings.env.modules)  # names that they register are looked up from here on
         check(self.settings).raise_if_refused()
         if self.settings.schedule.steps:
             refuse_broken(self.settings.algorithm)  # the user's own loss, estimator, reduction and filters
@@ -112,7 +117,7 @@ class Run:
         except OSError as error:
             raise SettingsError(f"run_dir={self.run_dir} cannot be made ({error.strerror}); choose another") from error
         found = self.saver.find()
-        if found is not None and found.state["progress"]["finished"]:
+        if found is not None and found.state["progress"]["finished"] and not self._goes_on(found):
             self.progress = Progress(**found.state["progress"])
             return self._result(self._report())
         incarnation = next_incarnation(self.run_dir)
@@ -138,6 +143,7 @@ class Run:
             stack.callback(self.saver.close)
             try:
                 async with self._parts(incarnation) as self.parts:
+                    self.parts.listen(self._on_recovered)
                     with _interruptible(self.control):
                         self.progress = await self.saver.resume(found, self.parts, self.ledger, self.sinks.note)
                         await self._phases()
@@ -146,14 +152,24 @@ class Run:
                 raise
             return self._finish()
 
+    def _goes_on(self, found: Checkpoint) -> bool:
+        """Whether a finished run is asked for more steps than it was given."""
+        asked, had = self.settings.schedule, RunSettings.model_validate(found.state["settings"]).schedule
+        if asked.epochs != had.epochs:
+            return True  # how many steps that is, the data say
+        return asked.epochs is None and asked.steps > int(found.state["progress"]["rl_steps"])
+
     async def _phases(self) -> None:
         settings, progress = self.settings, self.progress
+        progress.finished = False
         notify(self.callbacks, "on_train_start", self._info(), self.control)
-        if settings.eval.before:
+        untouched = progress.sft_steps == progress.rl_steps == 0
+        if settings.eval.before and untouched:
             await self._evaluate_once("start", 0)
         if settings.sft.steps and self.control.stop_reason is None:
             await self._sft()
-            if self.control.stop_reason is None and settings.schedule.steps and settings.eval.before:
+            warm = progress.rl_steps == 0 and settings.schedule.steps and settings.eval.before
+            if self.control.stop_reason is None and warm:
                 await self._evaluate_once("sft", 0)
         if settings.schedule.steps and self.control.stop_reason is None:
             await self._rl()
@@ -208,8 +224,13 @@ class Run:
     async def _sft_border(self, step: int) -> None:
         self.progress.sft_steps = step
         self.parts.stale = True
-        every = self.settings.checkpoint.every_steps
-        if step == self.settings.sft.steps or self.control.stop_reason is not None or (every and step % every == 0):
+        if self.control.evaluate_requested:
+            self.control.evaluate_requested = False
+            await self._evaluate("sft", step)
+        every, last = self.settings.checkpoint.every_steps, step == self.settings.sft.steps
+        asked = self.control.save_requested or self.control.stop_reason is not None
+        if last or asked or (every and step % every == 0):
+            self.control.save_requested = False
             await self._save()
 
     async def _rl(self) -> None:
@@ -242,7 +263,7 @@ class Run:
             sampler.load_state_dict(progress.sampler)
         rollouts = Rollouts(
             settings, schedule, sampler, parts.generator, recovered=self.saver.recovered,
-            on_start=None if self._recorder is None else self._recorder.admitted,
+            on_start=self._on_start,
         )  # fmt: skip
         rollouts.load_state_dict(progress.rollouts or {})
         if keeps_rollouts(settings):
@@ -257,10 +278,20 @@ class Run:
             control=self.control, watch=self._recorder,
         )  # fmt: skip
 
-    def _on_rollout_event(self, event: RolloutEvent) -> None:
+    def _on_start(self, task: GroupTask) -> None:
+        if self._recorder is not None:
+            self._recorder.admitted(task)
+        if self.saver.journal is not None:
+            self.saver.journal.started(task)
+
+    def _on_recovered(self, event: RolloutEvent) -> None:
+        """In training and in evaluations, also in those before the first step."""
         if isinstance(event, TurnRecovered):
             where = {"trajectory": event.trajectory_id, "turn": event.turn}
             self.ledger.event("recovered", **where, fault=event.fault, reason=event.reason)
+
+    def _on_rollout_event(self, event: RolloutEvent) -> None:
+        if isinstance(event, TurnRecovered):
             return
         stale = (
             isinstance(event, AttemptCancelled) and self.loop.rollouts.why(event.task.group_id) == "stale"
@@ -360,7 +391,7 @@ class Run:
             self.settings.rollout,
             self.ledger,
             deadline=self.settings.schedule.step_deadline_seconds,
-            spec={"seed": self.settings.seed, "data": list(self.settings.data.eval)},
+            spec=_what_is_evaluated(self.settings),
         )
         result = await self.control.unless_stopped(evaluator(stage, step, version))
         if result is None:
@@ -430,11 +461,25 @@ class Run:
             self.settings, self.ledger, incarnation, generator=self._generator, waves=waves,
             record_turns=keeps_rollouts(self.settings),
         )  # fmt: skip
-        self.settings = parts.settings
+        self.settings = self.saver.settings = parts.settings
         try:
             yield parts
         finally:
             await parts.close()
+
+
+def _what_is_evaluated(settings: RunSettings) -> dict[str, Any]:
+    """What a score depends on besides weights, prompts and sampling."""
+    model = settings.model
+    return {
+        "seed": settings.seed,
+        "data": list(settings.data.eval),
+        "env": settings.env.model_dump(mode="json"),
+        "model": model.path,
+        "chat_template": model.chat_template,
+        "chat_template_kwargs": dict(model.chat_template_kwargs),
+        "dtype": settings.inference.dtype,
+    }
 
 
 def _peak_memory_gb() -> float:

@@ -16,13 +16,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from slipstream.config import check_resume
+from slipstream.config import check_resume, load_settings
 from slipstream.config.settings import RunSettings
 from slipstream.errors import CheckpointError
 from slipstream.ledger import Ledger
 from slipstream.rollout.progress import GroupProgress
 from slipstream.trainers.checkpoint import Checkpoint, CheckpointStore
-from slipstream.trainers.journal import IN_CHECKPOINT, RolloutJournal, recover
+from slipstream.trainers.journal import IN_CHECKPOINT, RolloutJournal, has_journal, recover
 from slipstream.trainers.loop import Loop
 from slipstream.trainers.parts import Parts
 from slipstream.trainers.progress import Progress
@@ -62,7 +62,7 @@ class Saver:
         """The checkpoint to go on from, whole and of the same configuration."""
         how = self.settings.checkpoint.resume
         if how == "never":
-            if self.store.names():
+            if self.store.names() or has_journal(self.run_dir):
                 raise CheckpointError(
                     f"{self.run_dir} already holds a run; choose another run_dir, or set checkpoint.resume=auto"
                 )
@@ -71,7 +71,10 @@ class Saver:
         if found is None and how == "must":
             raise CheckpointError(f"{self.run_dir}: checkpoint.resume=must, but there is no checkpoint")
         if found is not None:
-            check_resume(RunSettings.model_validate(found.state["settings"]), self.settings)
+            check_resume(RunSettings.model_validate(found.state["settings"]), self.settings, resolved=False)
+        elif has_journal(self.run_dir):
+            # Nothing is trained yet, but what was sampled is used.
+            check_resume(load_settings([self.run_dir / "settings.yaml"], []).settings, self.settings, resolved=False)
         return found
 
     # -- saving ------------------------------------------------------------------------------------------------
@@ -130,6 +133,8 @@ class Saver:
         progress = Progress(data_fingerprint=parts.fingerprint)
         number = 1  # of the initial weights, which the first publish names
         if found is not None:
+            # Once more, now that lengths are known which the settings leave open.
+            check_resume(RunSettings.model_validate(found.state["settings"]), self.settings)
             progress = Progress(**found.state["progress"])
             await self._load(found, progress, parts)
             self._at = found.directory.name
@@ -174,5 +179,7 @@ class Saver:
             # A checkpoint holds moments, not settings: the phase it was written in says which optimiser goes on.
             call = backend.reset_optimizer(self.settings.sft.optimizer, self.settings.sft.steps)
             await within(call, parts.deadline, "phase change")
-        for handle in backend.saved_handles:
+        for handle in backend.handles:
+            if handle not in backend.saved_handles and not (found.directory / handle).is_dir():
+                continue  # nothing of its own, then as now
             await within(backend.load(handle, found.directory / handle), parts.deadline, f"loading the {handle}")

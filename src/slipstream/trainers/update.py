@@ -107,8 +107,8 @@ class PolicyUpdate:
             return UpdateResult({"policy/optimizer_steps": 0.0, "policy/refused_steps": 0.0}, 0, 0, shown)
         critic, judged = self.critic, scored.judged
         shared = critic if critic is not None and critic.shared else None
-        learnt = await critic.learn(batch, judged) if critic is not None and judged is not None and not shared else []
-        extra = {**scored.metrics, **{name: float(value) for name, value in merge_steps(learnt).items()}}
+        learnt = await critic.learn(batch, judged) if critic is not None and judged is not None and not shared else {}
+        extra = {**scored.metrics, **learnt}
         if critic is not None and critic.warming_up(step):
             none = {"policy/optimizer_steps": 0.0, "policy/refused_steps": 0.0}
             return UpdateResult({**extra, **none}, 0, 0, shown, note="critic_warmup")
@@ -141,7 +141,10 @@ class PolicyUpdate:
         if filtered.copies:
             counts["stand_in_groups"] = sum(filtered.copies.values()) - len(filtered.copies)
         merged = {**merge_steps(collected), **counts}
-        merged |= self._steer(merged, trajectories=len({row.trajectory_id for row in batch.rows}))
+        for name in _FIRST_PASS:
+            merged.pop(name, None)
+        trajectories = len({row.trajectory_id for row in batch.rows}) if applied else 0
+        merged |= self._steer(merged, trajectories)
         metrics = {name if name.startswith("critic/") else f"policy/{name}": float(v) for name, v in merged.items()}
         metrics |= extra
         return UpdateResult(metrics, applied, refused, shown, _by_row(filtered, logprobs))
@@ -171,6 +174,9 @@ class PolicyUpdate:
 
     async def _rewards_with_kl(self, filtered: FilterResult, everyone: Batch) -> dict[str, FloatArray]:
         settings = self.settings
+        if not everyone.rows:
+            self._reward_kl = None
+            return {}
         own = await self._score("policy", everyone)
         ref = await self._score("reference", everyone)
         gaps = kl_values(numpy_ops(), np.concatenate(own), np.concatenate(ref), settings.kl_estimator)
@@ -183,9 +189,9 @@ class PolicyUpdate:
         old = await self._score("policy", batch) if settings.old_logprobs == "recompute" else None
         notes: dict[str, Metric] = {}
         spec = loss_spec(settings, kl_coef=self.kl.coef, old_logprobs=old)
-        if spec.interpolate:
+        if spec.interpolate or "lags" in LOSSES.get(settings.loss).needs:
             if version is None:
-                raise ContractError("old_logprobs=approximate needs the version of the trainer's weights")
+                raise ContractError("the tokens' lags need the version of the trainer's weights")
             lags = token_lags(batch, WeightVersion.parse(version).counter)
             spec = replace(spec, lags=lags)
             flat = np.concatenate(lags)
@@ -201,7 +207,10 @@ class PolicyUpdate:
         return batch, spec, notes
 
     def _steer(self, metrics: Mapping[str, float], trajectories: int) -> dict[str, float]:
-        """Report the coefficient that this step used, and move it by the KL that was measured."""
+        """Report the coefficient that this step used, and move it by the KL that was measured.
+
+        A step that was refused moves nothing: what it measured need not be a number.
+        """
         if self.settings.kl_coef == 0:
             return {}
         used: dict[str, float] = {"kl_coef": self.kl.coef}
@@ -209,13 +218,17 @@ class PolicyUpdate:
         if self.settings.kl_in == "reward":
             measured = self._reward_kl
             used |= {} if measured is None else {"reward_kl": measured}
-        if measured is not None:
+        if measured is not None and trajectories:
             self.kl.update(measured, trajectories)
         return used
 
     async def _score(self, handle: str, batch: Batch) -> Sequence[FloatArray]:
         result = await within(self.backend.forward(handle, batch), self.deadline, f"scoring under {handle}")
         return result.logprobs
+
+
+_FIRST_PASS = ("rollout_train_logprobs_abs_diff_mean", "rollout_train_logprobs_abs_diff_max")
+"""The ledger has these over each row's first pass; merged over passes they would speak of the policy's own drift."""
 
 
 def _teacher_metrics(batch: Batch, scores: Sequence[FloatArray]) -> dict[str, float]:

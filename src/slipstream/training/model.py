@@ -14,7 +14,7 @@ Shape legend: ``T`` packed tokens, ``N`` trained tokens, ``D`` hidden size, ``V`
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +157,19 @@ class PolicyModel:
         with self.peft.disable_adapter():
             yield
 
+    @contextlib.contextmanager
+    def adapters_as(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """The policy with other adapters, by parameter name."""
+        own = self.trainable()
+        kept = {name: own[name].data for name in tensors}
+        try:
+            for name, tensor in tensors.items():
+                own[name].data = tensor
+            yield
+        finally:
+            for name, tensor in kept.items():
+                own[name].data = tensor
+
     @torch.no_grad()
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """``(checkpoint name, tensor)`` as ``save_pretrained`` names them; adapters merged, tied weights once.
@@ -178,6 +191,18 @@ class PolicyModel:
                     delta = sum(_delta(module, adapter) for adapter in module.active_adapters)
                     state[f"{name}.weight"] = (base.float() + delta).to(base.dtype)
         yield from revert_weight_conversion(self.hf, state).items()
+
+    @torch.no_grad()
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """``(peft's name, tensor)`` of the adapter, float32; its scale ``alpha / rank`` is multiplied into B."""
+        if self.peft is None:
+            raise ModelError("there is no adapter to export: training.lora.rank is 0")
+        for name, module in self.peft.named_modules():
+            if hasattr(module, "get_delta_weight"):
+                for adapter in module.active_adapters:
+                    a, b = module.lora_A[adapter].weight.float(), module.lora_B[adapter].weight.float()
+                    yield f"{name}.lora_A.weight", a
+                    yield f"{name}.lora_B.weight", b * module.scaling[adapter]
 
     def save_pretrained(self, directory: Path) -> None:
         """Write weights (adapters merged), config, and the tokenizer where the source has one."""

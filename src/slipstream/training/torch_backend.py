@@ -36,7 +36,7 @@ from slipstream.algorithms.objective import LossSpec, MetricAccumulator, loss_in
 from slipstream.algorithms.ops import torch_ops
 from slipstream.config.algorithm import CriticSettings, TeacherSettings
 from slipstream.config.settings import LoraSettings, ModelSettings, OptimizerSettings, TrainingSettings
-from slipstream.errors import CheckpointError, ContractError, SettingsError
+from slipstream.errors import CheckpointError, ContractError, ModelError, SettingsError
 from slipstream.memory import give_back, one_heap
 from slipstream.openmp import end_idle_workers
 from slipstream.training import checkpoint
@@ -48,6 +48,8 @@ from slipstream.training.protocol import ExportedTensor, ForwardResult, OptimRes
 from slipstream.training.routing import RoutingReplay
 
 POLICY, REFERENCE, CRITIC, TEACHER = "policy", "reference", "critic", "teacher"
+ADAPTER = "adapter"
+"""Handle of the policy's adapter alone, for ``export_weights``."""
 _log = logging.getLogger(__name__)
 _R = TypeVar("_R")
 
@@ -129,7 +131,9 @@ class TorchBackend:
             )
             self._critic.backbone.cast()
             self._critic.backbone.lean(self._critic_optimizer)
+            self._critic.backbone.check_packing()
         self._reference = self._frozen(self.model_settings) if REFERENCE in self.handles and lora.rank == 0 else None
+        self._reference_adapter: dict[str, Tensor] | None = None
         self._teacher: PolicyModel | None = None
         if TEACHER in self.handles and self._teacher_path is not None:
             changes = {"path": self._teacher_path, "dtype": self._teacher_dtype}
@@ -146,7 +150,13 @@ class TorchBackend:
             return Critic(self._policy, shared=True)
         changes = {"path": settings.path or self.model_settings.path}
         own = self.model_settings.model_copy(update=changes)
-        return Critic(PolicyModel.load(own, LoraSettings(), device=self._device, seed=seed), shared=False)
+        backbone = PolicyModel.load(own, LoraSettings(), device=self._device, seed=seed)
+        if backbone.vocab_size < self._policy.vocab_size:
+            raise ModelError(
+                f"{own.path} has {backbone.vocab_size} token ids and the policy {self._policy.vocab_size}: a critic "
+                "reads the policy's tokens, so it has to know them all (algorithm.critic.path)"
+            )
+        return Critic(backbone, shared=False)
 
     def _frozen(self, settings: ModelSettings) -> PolicyModel:
         """A model that is only scored: without adapters, in the compute dtype."""
@@ -160,11 +170,12 @@ class TorchBackend:
     def saved_handles(self) -> tuple[str, ...]:
         """Handles with weights of their own that a checkpoint has to hold.
 
-        A shared critic lies in the policy's checkpoint; a LoRA run's reference and a teacher are files already.
+        A shared critic lies in the policy's checkpoint; a teacher is a file already, and so is a LoRA run's reference
+        until ``set_reference``.
         """
         has = {
             POLICY: True,
-            REFERENCE: self._reference is not None,
+            REFERENCE: self._reference is not None or self._reference_adapter is not None,
             CRITIC: self._critic_optimizer is not None,
             TEACHER: False,
         }
@@ -191,9 +202,15 @@ class TorchBackend:
         """Every parameter once, in checkpoint names and the compute dtype, after all verbs called so far.
 
         The tensors are the live weights where no adapter has to be merged: take or copy them before the next
-        ``optim_step``.
+        ``optim_step``.  Handle ``adapter`` is the policy's LoRA adapter alone, under peft's names, in float32 and with
+        the scale in B.
         """
-        named = self._submit(lambda: list(self._model(handle).weights())).result()
+
+        def named_weights() -> list[tuple[str, Tensor]]:
+            of_adapter = handle == ADAPTER
+            return list(self._policy.adapter_weights() if of_adapter else self._model(handle).weights())
+
+        named = self._submit(named_weights).result()
         for name, tensor in named:
             shape = tuple(tensor.shape)
             yield ExportedTensor(name, shape, tuple(slice(0, n) for n in shape), tensor.detach())
@@ -283,7 +300,8 @@ class TorchBackend:
     @contextlib.contextmanager
     def _scoring(self, handle: str) -> Iterator[PolicyModel]:
         if handle == REFERENCE and self._reference is None and REFERENCE in self.handles:
-            with self._policy.adapters_off():
+            adapter = self._reference_adapter
+            with self._policy.adapters_off() if adapter is None else self._policy.adapters_as(adapter):
                 yield self._policy
         else:
             yield self._model(handle)
@@ -312,6 +330,7 @@ class TorchBackend:
         kind = LOSSES.get(loss.policy).kind
         if (kind == "value") != (handle == CRITIC):
             raise ContractError(f"loss {loss.policy!r} is of kind {kind!r}, which handle {handle!r} does not learn")
+        give_back(self.training.heap_growth)  # the holes that sampling left: micro-batches would not fill them
         loss = run_prepass(batch, loss, lambda: self._forward(handle, batch, False).logprobs)
         way, found = self._pass(handle, model, batch), RowValues(batch)
         with torch.random.fork_rng(devices=[]):
@@ -386,8 +405,11 @@ class TorchBackend:
         return result
 
     def _set_reference(self) -> None:
+        if REFERENCE not in self.handles:
+            raise ContractError("this backend has no reference to set")
         if self._reference is None:
-            raise ContractError("there is no separate reference to set (handle absent, or LoRA)")
+            self._reference_adapter = {name: p.data.clone() for name, p in self._policy.trainable().items()}
+            return
         source = dict(self._policy.hf.named_parameters())
         for name, parameter in self._reference.hf.named_parameters():
             parameter.data.copy_(source[name].data)
@@ -397,7 +419,7 @@ class TorchBackend:
             self._model(handle)  # has a better reason to refuse, for some
             raise ContractError(f"handle {handle!r} has no weights of its own to save (see saved_handles)")
         if handle == REFERENCE:
-            tensors = {name: p.data for name, p in self._model(handle).hf.named_parameters()}
+            tensors = self._reference_adapter or {name: p.data for name, p in self._model(handle).hf.named_parameters()}
             checkpoint.write(directory, [("weights", tensors)], {"handle": handle})
             return
         optimizer = self._moved_by(handle)
@@ -438,8 +460,12 @@ class TorchBackend:
 
     def _load_reference(self, directory: Path, values: dict[str, Any]) -> None:
         tensors = checkpoint.read_part(directory, values, "weights")
-        own = dict(self._model(REFERENCE).hf.named_parameters())
+        of_adapter = self._reference is None and REFERENCE in self.handles
+        own = self._policy.trainable() if of_adapter else dict(self._model(REFERENCE).hf.named_parameters())
         if set(tensors) != set(own) or any(tensors[name].shape != own[name].shape for name in own):
             raise CheckpointError(f"{directory}: the reference's weights belong to another model")
+        if of_adapter:
+            self._reference_adapter = {name: tensors[name].to(own[name]) for name in own}
+            return
         for name, parameter in own.items():
             parameter.data.copy_(tensors[name])

@@ -31,7 +31,7 @@ def cross_entropy(xp: Ops, inputs: LossInputs, settings: Mapping[str, Any]) -> L
     needs=("values", "old_values", "returns"),
     kind="value",
     defaults={"clip": 0.2},
-    limits={"clip": Limit(above=0)},
+    limits={"clip": Limit(above=0, optional=True)},
     formula="max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2) / 2",
     source="PPO's reference implementation (OpenAI baselines), discussed in arXiv 2005.12729",
     use="The critic of gae.",
@@ -39,10 +39,13 @@ def cross_entropy(xp: Ops, inputs: LossInputs, settings: Mapping[str, Any]) -> L
 def value_clip(xp: Ops, inputs: LossInputs, settings: Mapping[str, Any]) -> LossValues:
     """Half the larger squared error of the value and of the value moved at most ``clip`` from its old one.
 
+    Without ``clip`` (None) half the squared error.
+
     Metrics: means of values and returns, their squared error, and the share of tokens whose clipped error was larger.
     """
     old = inputs.old_values
-    moved = old + xp.clip(inputs.values - old, -settings["clip"], settings["clip"])
+    clip = settings["clip"]
+    moved = inputs.values if clip is None else old + xp.clip(inputs.values - old, -clip, clip)
     free, bounded = (inputs.values - inputs.returns) ** 2, (moved - inputs.returns) ** 2
     metrics = {
         "value_mean": LossMetric("mean", inputs.values),
