@@ -20,6 +20,7 @@ from slipstream.envs.core import (
     MessageType,
 )
 from slipstream.envs.metrics import aggregate_for_environment, default_aggregate_metrics
+from slipstream.envs.python_tool import PythonCodeExecutorToolGroup
 from slipstream.envs.registration import (
     EnvConfig,
     EnvSpec,
@@ -31,6 +32,7 @@ from slipstream.envs.registration import (
     registry,
     spec,
 )
+from slipstream.envs.search import SearchToolGroup
 from slipstream.envs.tools import SQLCodeExecutorToolGroup, ToolGroup, tool
 
 register("text2sql", "slipstream.envs.text2sql:text2sql")
@@ -47,7 +49,9 @@ __all__ = [
     "EnvSpec",
     "EnvStepOutput",
     "MessageType",
+    "PythonCodeExecutorToolGroup",
     "SQLCodeExecutorToolGroup",
+    "SearchToolGroup",
     "ToolGroup",
     "aggregate_for_environment",
     "default_aggregate_metrics",
