@@ -116,7 +116,6 @@ def test_the_judge_is_scaled_to_the_share_of_idleness(bench: ModuleType) -> None
     assert idle / (idle + 2.0) == pytest.approx(bench.IDLE_SHARE, abs=0.02)
 
 
-@pytest.mark.parametrize("name", ["sync", "async", "alone"])
 @pytest.mark.parametrize("seen", [0.2, 0.35, 0.5])
 def test_waits_are_scaled_by_what_was_seen(bench, seen):
     busy, wait = 1 - seen, seen
@@ -124,6 +123,7 @@ def test_waits_are_scaled_by_what_was_seen(bench, seen):
     assert wait / (wait + busy) == pytest.approx(bench.IDLE_SHARE)
 
 
+@pytest.mark.parametrize("name", ["sync", "async", "alone"])
 def test_every_arm_is_a_run_that_a_plan_accepts(bench: ModuleType, name: str, tiny_dir: Path, tmp_path: Path) -> None:
     from slipstream.envs import deregister, register
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from cli_helpers import slipstream, tiny_run, write_rows
+from cli_helpers import slipstream, start, tiny_run, write_rows
 from slipstream.envs import BaseTextEnv, BaseTextEnvStepOutput, deregister, register
 from slipstream.envs.arithmetic import arithmetic_rows
 
@@ -336,8 +336,56 @@ def test_check_env_finds_the_fault(faulty: str, tmp_path: Path, fault: str, foun
     assert "mend:" in done.output
 
 
+LEAKY = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from slipstream.envs.arithmetic import ArithmeticEnv
+
+FOREVER = threading.Event()
+
+
+class Thread(ArithmeticEnv):
+    def init(self, prompt):
+        threading.Thread(target=FOREVER.wait, daemon=False).start()
+        return prompt, {}
+
+
+class Executor(ArithmeticEnv):
+    def init(self, prompt):
+        ThreadPoolExecutor(1).submit(FOREVER.wait)
+        return prompt, {}
+
+
+class Broken(Thread):
+    def close(self):
+        FOREVER.wait()
+"""
+
+
+@pytest.mark.parametrize("name", ["Thread", "Executor", "Broken"])
+def test_check_env_ends_although_the_class_leaves_threads_that_wait(tmp_path: Path, name: str) -> None:
+    """Python joins such threads at its end, also the (daemon) threads of an executor."""
+    (tmp_path / "leaky_env.py").write_text(LEAKY)
+    options = ["--data", "builtin:arithmetic", "--rows", 1, "--deadline", 2]
+    process = start("check", "env", f"leaky_env:{name}", *options, cwd=tmp_path)
+    try:
+        out, err = process.communicate(timeout=150)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, err) == (1, "")
+    assert ("threads left" if name != "Broken" else "[hang]") in out
+    assert out.endswith("warnings\n")
+
+
 def test_check_env_of_an_unknown_id() -> None:
     assert "No registered env with id: nowhere" in refused("check", "env", "nowhere")
+
+
+@pytest.mark.parametrize("text", ["a=[1", "a=@x", "a=${b", "=1", "a"])
+@pytest.mark.parametrize("command", [("env", "arithmetic"), ("loss", "ppo_clip")])
+def test_a_setting_that_cannot_be_read_is_named(command: tuple[str, str], text: str) -> None:
+    assert f"--setting {text!r}" in refused("check", *command, "--setting", "b=1", "--setting", text)
 
 
 def test_check_env_of_a_class_that_is_not_in_its_module() -> None:

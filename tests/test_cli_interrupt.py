@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import typer
 
 from cli_helpers import slipstream, start, tiny_run
 from slipstream.config.settings import RunSettings
@@ -151,6 +152,17 @@ def test_what_keeps_an_engine_from_starting_is_the_servers_error() -> None:
     with pytest.raises(ModelError, match="/nowhere: no weights"):
         server.serve(engine, port=0)
     assert engine._closed
+
+
+def test_the_command_to_go_on_with_can_be_pasted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from slipstream.cli.main import _finish
+    from slipstream.trainers.progress import RunResult
+
+    result = RunResult(run_dir=tmp_path, accuracy={}, steps=3, seconds=1.0, peak_memory_gb=1.0, eval_prompts=0,
+                       report=None, finished=False, stop_reason="interrupted")  # fmt: skip
+    with pytest.raises(typer.Exit):
+        _finish(result, ["run_dir=runs/my #1", "seed=1"], "train")
+    assert capsys.readouterr().err.endswith("slipstream train 'run_dir=runs/my #1' seed=1\n")
 
 
 def test_an_interrupted_quickstart_exits_as_interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

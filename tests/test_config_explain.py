@@ -86,8 +86,28 @@ def test_readers_are_found_in_source_and_not_in_text(tmp_path: Path) -> None:
     readers_module._modules.cache_clear()
     assert readers(leaves()["rollout.max_prompt_tokens"], tmp_path) == ("rollout",)
     assert readers(leaves()["rollout.concurrency"], tmp_path) == ()
+    assert "training.backend" not in unread(tmp_path)  # there is only one
     assert "rollout.env_workers" in unread(tmp_path)
     assert "rollout.max_turns" not in unread(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("code", "reads"),
+    [
+        ("return settings.training.determinism", True),
+        ("return training.determinism", True),
+        ("chosen = settings.training\n    return chosen.determinism", True),
+        ("one, two = settings.model, self.settings.training\n    return two.determinism", True),
+        ("one, two = settings.model, self.settings.training\n    return one.determinism", False),
+        ("settings.training.threads\n    return parts.determinism", False),
+        ("raise ValueError(f'trained with {settings.training.determinism}')", False),
+        ("settings.training.determinism = 1", False),
+    ],
+)
+def test_an_attribute_of_the_same_name_and_a_message_are_no_reading(tmp_path: Path, code: str, reads: bool) -> None:
+    (tmp_path / "trainers").mkdir()
+    (tmp_path / "trainers" / "a.py").write_text(f"def f(self, settings, training, parts):\n    {code}\n")
+    assert readers(leaves()["training.determinism"], tmp_path) == (("trainers",) if reads else ())
 
 
 def test_the_committed_reference_is_the_generated_one() -> None:

@@ -185,6 +185,27 @@ def test_doubtful_settings_warn(given: list[str], key: str) -> None:
     plan.raise_if_refused()
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        "eval.every_steps=2",
+        "checkpoint.rollouts=continue",
+        "schedule.kind=one_step_off",
+        "schedule.epochs=3",
+        "schedule.generate_prompts_per_step=32",
+        "schedule.full_batch=true",
+        "schedule.max_staleness_steps=1",
+    ],
+)
+def test_what_rl_steps_alone_read_warns_without_them(given: str) -> None:
+    supervised = ["schedule.steps=0", "sft.steps=5", "data.sft=rows.jsonl"]
+    plan = make_plan(settings(*supervised, given))
+    assert [(problem.keys, problem.severity) for problem in plan.problems] == [
+        ((given.split("=")[0], "schedule.steps"), "warning")
+    ]
+    assert not make_plan(settings(*supervised, "checkpoint.every_steps=2", "eval.before=false")).problems
+
+
 def test_evaluation_may_truncate_and_be_greedy() -> None:
     assert problems("eval.sampling.top_p=0.9", "eval.sampling.temperature=0.7") == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import yaml
 from slipstream.algorithms.check_anchor import check_anchor
 from slipstream.config import load_settings
 from slipstream.config.settings import NO_LIMIT, ScheduleSettings
-from slipstream.config.skyrl import DEFAULTS, TABLE, Idle, Mapped, Met, Refused, environment_notes, rule_for
+from slipstream.config.skyrl import DEFAULTS, TABLE, VARIABLES, Idle, Mapped, Met, Refused, environment_notes, rule_for
 from slipstream.config.tree import leaves
 from slipstream.errors import SettingsError
 
@@ -147,9 +148,12 @@ def test_the_asynchronous_sketch_is_understood_key_by_key(tmp_path: Path) -> Non
     assert "trainer.placement.colocate_all" in message
     assert "\n  - " not in message, "one refusal only"
     here = yaml.safe_load(SKETCH)
+    apart = load_settings([path], ["inference.engine=vllm"])  # engines are processes of their own
+    assert {note.key: note.status for note in apart.notes}["trainer.placement.colocate_all"] == "met"
     del here["trainer"]["placement"]
     path.write_text(yaml.safe_dump(here))
     settings = load_settings([path]).settings
+    assert apart.settings == settings.model_copy(update={"inference": apart.settings.inference})
     schedule = settings.schedule
     assert (settings.algorithm.loss, settings.algorithm.old_logprobs) == ("rollout_is", "sampler")
     assert (schedule.kind, schedule.max_staleness_steps, schedule.max_running_groups) == ("fully_async", 2, 3)
@@ -397,6 +401,22 @@ def test_entropy_coefficient_counts_only_when_the_term_is_on() -> None:
         ),
         (["dataset_name=a/b", "dataset_split=dev"], "data.sft", ("a/b:dev",)),
         (["train_on_what=last_assistant_message"], "sft.train_on", "last_assistant_message"),
+        (["generator.inference_engine.weight_sync_backend=delta"], "inference.transport", "delta"),
+        (["generator.inference_engine.weight_sync_backend=nccl"], "inference.transport", "auto"),
+        (
+            ["generator.inference_engine.weight_sync_backend=nccl", "inference.transport=gloo"],
+            "inference.transport",
+            "gloo",
+        ),
+        (
+            [
+                "generator.inference_engine.weight_sync_backend=delta",
+                "generator.inference_engine.delta_weight_sync.sync_dir=/shared/sync",
+            ],
+            "inference.transfer_dir",
+            Path("/shared/sync"),
+        ),
+        (["generator.inference_engine.delta_weight_sync.sync_dir=/shared/sync"], "inference.transfer_dir", None),
     ],
 )
 def test_values_are_translated(given: list[str], path: str, value: Any) -> None:
@@ -453,7 +473,16 @@ def test_a_mask_beside_a_loss_against_the_sampler_scores_the_policy_too() -> Non
         (["trainer.ref.model.path=other"], "initial policy"),
         (["generator.max_turns=3", "generator.batched=true"], "one turn only"),
         (["generator.inference_engine.run_engines_locally=false"], "inference.urls"),
-        (["generator.inference_engine.weight_sync_backend=delta"], "delta"),
+        (["generator.inference_engine.weight_sync_backend=gloo"], "nccl, delta"),
+        (
+            [
+                "generator.inference_engine.weight_sync_backend=delta",
+                "generator.inference_engine.delta_weight_sync.sync_dir=s3://bucket/sync",
+            ],
+            "not an object store",
+        ),
+        (["trainer.placement.colocate_all=false"], "set inference.engine=vllm or inference.replicas"),
+        (["inference.replicas=1", "trainer.placement.colocate_all=false"], "inference.engine=vllm"),
         (["trainer.remove_microbatch_padding=false"], "always packed"),
         (["trainer.logger=swanlab"], "no sink"),
         (["trainer.resume_mode=from_path"], "run_dir"),
@@ -489,6 +518,28 @@ def test_defaults_that_differ_are_told() -> None:
     assert "0.001" in notes["algorithm.kl_coef"]
     assert "schedule.prompts_per_step" not in notes
     assert not load(schedule__steps=1).notes
+
+
+@pytest.mark.parametrize(
+    "engines",
+    [
+        "inference.engine=vllm",
+        "inference.replicas=2",
+        "generator.inference_engine.num_engines=2",
+        "generator.inference_engine.external_server_urls=['http://a:1']",
+        "generator.inference_engine.external_proxy_url=http://a:1",
+    ],
+)
+def test_engines_that_are_processes_of_their_own_are_not_colocated(engines: str) -> None:
+    loaded = load_settings([], [engines, "trainer.placement.colocate_all=false"])
+    assert {note.key: note.status for note in loaded.notes}["trainer.placement.colocate_all"] == "met"
+
+
+def test_what_stands_in_for_an_environment_variable_is_a_setting() -> None:
+    named = {name: re.findall(r"\b[a-z]+(?:\.[a-z_]+)+\b", text) for name, text in VARIABLES.items()}
+    assert named["SKYRL_WAIT_UNTIL_INFERENCE_SERVER_HEALTHY_TIMEOUT_S"] == ["inference.launch.ready_seconds"]
+    assert [path for paths in named.values() for path in paths if path not in leaves()] == []
+    assert "run_dir/engines" in VARIABLES["SKYRL_DUMP_INFRA_LOG_TO_STDOUT"]
 
 
 def test_environment_variables_are_not_ignored_in_silence() -> None:

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fakes import ALTERNATING, ByteTokenizer, user
-from slipstream.data import PromptDataset, register_builtin
+from slipstream.data import PromptDataset, read_source, register_builtin
 from slipstream.errors import DataError
 from slipstream.rollout import Renderer
 
@@ -195,6 +195,15 @@ def test_builtin_provider_gets_part_and_options() -> None:
     dataset = PromptDataset.load("builtin:test-provider/part?n=3&style=x", env_class="a")
     assert seen == [("part", {"n": "3", "style": "x"})]
     assert dataset[0].where == "builtin:test-provider/part?n=3&style=x row 1"
+
+
+@pytest.mark.parametrize(
+    "source", ["text2sql/eval?limit=-3", "text2sql/sft?n=-1", "arithmetic?n=-3", "arithmetic/eval?n=-1"]
+)
+def test_a_negative_number_of_rows_is_refused(source: str) -> None:
+    """As the end of a slice it would leave rows out from the end."""
+    with pytest.raises(DataError, match=r"option \w+=-\d must be at least 0"):
+        next(read_source(f"builtin:{source}"))
 
 
 def test_bundled_arithmetic_has_disjoint_streams_for_train_and_eval() -> None:

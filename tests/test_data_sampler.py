@@ -70,7 +70,7 @@ def test_resume_goes_on_exactly_where_it_stopped(cut: int) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"fingerprint": "other"}, "the data changed since the checkpoint"),
+        ({"fingerprint": "other"}, "the data changed since the checkpoint.*start a new run in another run_dir"),
         ({"seed": 9}, "order's seed was 9, now 4"),
         ({"shuffle": False}, "order's shuffle"),
         ({"position": 99}, "stands at 99 of 5 rows"),

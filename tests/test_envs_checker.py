@@ -10,9 +10,10 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 
-from slipstream.envs import BaseTextEnv, BaseTextEnvStepOutput
+from slipstream.envs import BaseTextEnv, BaseTextEnvStepOutput, deregister, register
 from slipstream.envs.checker import check_env, example_rows
 
 ROWS = [{"prompt": [{"role": "user", "content": "q"}], "reward_spec": {"ground_truth": "42"}, "tags": ["a"]}]
@@ -33,6 +34,13 @@ class Good(BaseTextEnv):
 
     def get_metrics(self):
         return {"turns": self.turns}
+
+
+class Unreadable:
+    """Not even its repr works."""
+
+    def __repr__(self):
+        raise RuntimeError("no repr")
 
 
 def found(env, rows=ROWS, **kwargs):
@@ -73,6 +81,21 @@ def test_nothing_is_found_in_a_good_class():
         ({"metadata": [1]}, "type"),
         ({"postprocessed_action": 3}, "type"),
         ({"metadata": {"reward_components": {"a": 7.0}}}, "reward"),
+        ({"reward": np.array([0.1, 0.2])}, "reward"),
+        ({"reward": [0.5]}, "reward"),
+        ({"reward": 1j}, "reward"),
+        ({"reward": 10**400}, "reward"),
+        ({"reward": 10**5000}, "reward"),
+        ({"metadata": {"reward_components": [1]}}, "reward"),
+        ({"metadata": {"reward_components": {1: 0.0}}}, "reward"),
+        ({"metadata": {"reward_components": {"a": None}}}, "reward"),
+        ({"metadata": {"reward_components": {"a": np.array([0.0, 1.0])}}}, "reward"),
+        ({"metadata": {"reward_components": {"a": 10**400}}}, "reward"),
+        ({"done": np.array([True, False])}, "type"),
+        ({"observations": np.array([1.0, 2.0])}, "type"),
+        ({"observations": [np.array([1.0, 2.0])]}, "type"),
+        ({"observations": [{"role": "user", "content": ["text"]}]}, "type"),
+        ({"observations": [Unreadable()]}, "type"),
     ],
 )
 def test_wrong_step_outputs(change, check):
@@ -90,6 +113,11 @@ def test_a_missing_key_and_no_dict_at_all():
 
     assert ("error", "type") in found(NoReward)
     assert ("error", "type") in found(Nothing)
+
+
+@pytest.mark.parametrize("change", [{"reward": np.float32(0.5)}, {"reward": np.array(0.5)}, {"done": np.bool_(True)}])
+def test_scalars_that_training_takes_are_no_findings(change):
+    assert found(changed(**{"done": True, **change})) <= {("info", "constant")}
 
 
 def test_a_bool_reward_is_a_warning():
@@ -256,11 +284,80 @@ def test_endless_episodes_and_edited_rows_are_warnings():
 def test_rows_without_prompt_and_no_rows_are_named():
     assert ("error", "rows") in found(Good, rows=[{"reward_spec": {}}])
     assert ("error", "rows") in found(Good, rows=[])
+    assert ("error", "rows") in found(Good, rows=["text"])
+
+
+@pytest.mark.parametrize("env_id", ["arithmetic", "gsm8k", "gsm8k_multi_turn", "text2sql"])
+def test_a_reward_spec_that_is_no_mapping_is_found(env_id):
+    findings = check_env(env_id, [{**ROWS[0], "reward_spec": "4"}])
+    assert any(f.check == "raises" and "reward_spec must be a mapping" in f.message for f in findings)
+    assert any(f.check == "rows" and "reward_spec is str '4'" in f.message for f in findings)
+
+
+def test_a_row_with_an_array_is_compared():
+    row = {**ROWS[0], "embedding": np.array([1.0, 2.0])}
+    assert found(Good, rows=[row]) == set()
+
+    class Editing(Good):
+        def step(self, action):
+            self.extras["embedding"][0] += 1
+            return super().step(action)
+
+    assert ("warning", "row") in found(Editing, rows=[row])
+
+
+def test_settings_are_not_shared_between_instances():
+    class Configured(Good):
+        def __init__(self, env_config=None, extras=None):
+            super().__init__(env_config, extras)
+            self.seen = env_config["seen"]
+
+        def step(self, action):
+            self.seen.append(action)
+            return super().step(action)
+
+    assert found(Configured, env_config={"seen": []}) == set()
 
 
 def test_a_string_entry_point_and_an_unknown_id():
     assert found("slipstream.envs.arithmetic:ArithmeticEnv", rows=example_rows("arithmetic")) == set()
     assert ("error", "raises") in found("no-such-env")
+
+
+class BadAggregate(Good):
+    @staticmethod
+    def aggregate_metrics(metrics):
+        raise RuntimeError("kaputt")
+
+
+class ListAggregate(Good):
+    @staticmethod
+    def aggregate_metrics(metrics):
+        return [m["turns"] for m in metrics]
+
+
+@pytest.mark.parametrize(("cls", "check"), [(BadAggregate, "raises"), (ListAggregate, "type")])
+def test_aggregate_metrics_is_checked_however_the_environment_is_named(cls, check):
+    path = f"{__name__}:{cls.__name__}"
+    register("aggregating", path)
+    try:
+        for env in (cls, path, "aggregating"):
+            findings = [f for f in check_env(env, ROWS) if "aggregate_metrics" in f.message]
+            assert [(f.severity, f.check) for f in findings] == [("error", check)], env
+    finally:
+        deregister("aggregating")
+
+
+def test_a_metric_that_no_float_holds_is_a_warning():
+    class Huge(Good):
+        def get_metrics(self):
+            return {"n": 10**400, "text": "x", "more": None}
+
+        @staticmethod
+        def aggregate_metrics(metrics):
+            return {}
+
+    assert found(Huge) == {("warning", "metrics")}
 
 
 def test_a_bad_init_and_bad_metrics():
@@ -272,5 +369,10 @@ def test_a_bad_init_and_bad_metrics():
         def get_metrics(self):
             return None
 
+    class ArrayPrompt(Good):
+        def init(self, prompt):
+            return np.array([1.0, 2.0]), {}
+
     assert ("error", "type") in found(BadInit)
     assert ("error", "type") in found(BadMetrics)
+    assert ("error", "type") in found(ArrayPrompt)

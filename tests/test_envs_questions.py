@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -123,6 +124,26 @@ def test_a_wrong_or_missing_archive_is_named(fresh_cache, tmp_path, monkeypatch)
     with pytest.raises(DataError, match="is not a file"):
         chinook()
     shutil.rmtree(fresh_cache, ignore_errors=True)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(DataError, match=r"file/cache/databases: .*set SLIPSTREAM_CACHE to a directory"):
+        chinook()
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), sqlite3.OperationalError("database or disk is full")]
+)
+def test_a_full_disk_is_named(fresh_cache, monkeypatch, error):
+    def full(*_):
+        raise error
+
+    monkeypatch.setattr(chinook_module, "write_database", full)
+    with pytest.raises(DataError, match=rf"{fresh_cache.name}/databases: .*(space|full).*set SLIPSTREAM_CACHE"):
+        chinook()
+    assert list((fresh_cache / "databases").iterdir()) == []
 
 
 # --- questions ---------------------------------------------------------------------------------------------------

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from dataclasses import dataclass
 
 import pytest
 
-from slipstream.envs import make
+from slipstream.config.settings import RolloutSettings
+from slipstream.envs import make, sqldb, text2sql_skyrl
 from slipstream.envs.arithmetic import arithmetic_rows
 from slipstream.envs.chinook import chinook
 from slipstream.envs.sql_questions import question_rows, questions
-from slipstream.envs.sqldb import shared_sandbox
+from slipstream.envs.sqldb import close_shared_sandboxes, shared_sandbox
 from slipstream.envs.text2sql import Text2SQLEnv, extract_sql, judge
 from slipstream.envs.text2sql_skyrl import extract_solution
-from slipstream.errors import DataError, SettingsError
+from slipstream.errors import DataError, EnvironmentFault, SettingsError
 
 GOLD = "SELECT COUNT(*) FROM customer WHERE country = 'Brazil'"
 
@@ -154,6 +157,20 @@ def test_a_hostile_turn_is_only_a_wrong_turn(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_machine_that_does_not_run_the_query_is_a_fault_and_no_wrong_answer(monkeypatch):
+    close_shared_sandboxes()
+    env = build(max_turns=1)
+    sandbox = shared_sandbox(chinook().original)
+    sandbox.execute("SELECT 1")
+    for pid in sandbox.pids():
+        os.kill(pid, signal.SIGSTOP)
+    with monkeypatch.context() as impatient:
+        impatient.setattr(sqldb, "PATIENCE", 0.1)
+        with pytest.raises(EnvironmentFault, match="the machine is overloaded"):
+            env.step(GOLD)
+    assert build(max_turns=1).step(GOLD)["reward"] == 1.0
+
+
 def test_bad_rows_and_settings_are_named():
     with pytest.raises(DataError, match="ground_truth"):
         make("text2sql", env_config={}, extras={})
@@ -239,6 +256,36 @@ def test_skyrl_format_needs_a_thought_right_after_each_observation(spider):
     assert env.step("<solution>SELECT name FROM genre</solution>")["reward"] == -1.0
 
 
+# Few operations, each of them slow.
+SLOW = "SELECT SUM(LENGTH(REPLACE(HEX(ZEROBLOB(90000 + a.id)), '00', 'x'))) FROM track a, track b"
+ENDLESS = "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM r) SELECT COUNT(*) FROM r"
+
+
+@pytest.mark.parametrize(("solution", "ops", "seconds"), [(SLOW, 50_000_000, 0.3), (ENDLESS, 1_000_000, 2.5)])
+def test_skyrl_solution_that_is_too_slow_is_a_wrong_answer(spider, monkeypatch, solution, ops, seconds):
+    monkeypatch.setattr(text2sql_skyrl, "_JUDGE_OPS", ops)
+    monkeypatch.setattr(text2sql_skyrl, "_JUDGE_SECONDS", seconds)
+    monkeypatch.setattr(sqldb, "PATIENCE", 100.0)  # what else runs on the machine is no part of the test
+    out = sky(spider, max_turns=1).step(f"<think>a</think><solution>{solution}</solution>")
+    assert (out["reward"], out["done"]) == (0.0, True)
+
+
+def test_skyrl_judging_ends_before_the_deadline_of_a_step():
+    longest = 2 * sqldb.PATIENCE * text2sql_skyrl._JUDGE_SECONDS
+    assert longest < 0.9 * RolloutSettings().env_step_seconds
+
+
+def test_null_columns_of_a_mixed_table_leave_a_row_to_the_bundled_database():
+    row = {"reward_spec": {"ground_truth": GOLD}, "db_id": None, "data": None, "max_turns": None}
+    plain = make("text2sql", env_config={"max_turns": 3}, extras=row)
+    assert isinstance(plain, Text2SQLEnv)
+    assert plain.max_turns == 3
+    tags = make("text2sql", env_config={"mode": "skyrl"}, extras=row)
+    assert (tags.db_id, tags.max_turns) == ("chinook", 5)
+    with pytest.raises(DataError, match="db_id"):
+        make("text2sql", env_config={"mode": "skyrl", "db_path": "x"}, extras={**row, "data": "spider"})
+
+
 def test_skyrl_mode_runs_on_the_bundled_database():
     row = question_rows("eval", limit=1)[0]
     env = make("text2sql", env_config={"mode": "skyrl"}, extras=row)
@@ -311,6 +358,32 @@ def test_gsm8k_turn_limit_comes_from_extra_info_too():
     assert make("gsm8k_multi_turn", env_config={}, extras=extras).step("x")["done"]
     with pytest.raises(DataError, match="ground_truth"):
         make("gsm8k", env_config={}, extras={})
+
+
+def test_a_null_turn_limit_of_gsm8k_is_none():
+    row = {"reward_spec": {"ground_truth": "1"}, "max_turns": None, "extra_info": {"max_turns": None}}
+    assert make("gsm8k_multi_turn", env_config={}, extras=row).max_turns == 5
+    assert make("gsm8k_multi_turn", env_config={}, extras={**row, "extra_info": None}).max_turns == 5
+
+
+@pytest.mark.parametrize("env_id", ["gsm8k", "gsm8k_multi_turn", "arithmetic", "text2sql"])
+def test_a_reward_spec_that_is_no_mapping_is_named(env_id):
+    name = env_id.removesuffix("_multi_turn")
+    with pytest.raises(DataError, match=f"{name}: the row's reward_spec must be a mapping .*got str"):
+        make(env_id, env_config={}, extras={"reward_spec": "4"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"extra_info": "x"}, "gsm8k: the row's extra_info must be a mapping"),
+        ({"max_turns": "x"}, "gsm8k: the row's max_turns must be a whole number from 1 on, got 'x'"),
+        ({"max_turns": 0}, "gsm8k: the row's max_turns must be"),
+    ],
+)
+def test_other_wrong_columns_of_gsm8k_are_named(changes, rule):
+    with pytest.raises(DataError, match=rule):
+        make("gsm8k_multi_turn", env_config={}, extras={"reward_spec": {"ground_truth": "1"}, **changes})
 
 
 def test_arithmetic_rows_are_seeded_and_solvable():

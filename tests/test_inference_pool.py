@@ -1,22 +1,24 @@
 """Replica pools: routing, gates, deaths, restarts, catching up; in process and with real servers and router."""
 
 import asyncio
+import contextlib
 import signal
 import socket
 
+import numpy as np
 import psutil
 import pytest
 
 from pool_kit import family, far_pool, near_pool, request, server_process
 from slipstream.config.settings import InferenceSettings
-from slipstream.errors import InferenceError, PublishError, SettingsError
+from slipstream.errors import InferenceError, LedgerError, PublishError, RequestError, SettingsError
 from slipstream.inference.fake import FakeEngine
 from slipstream.inference.launch.router import router_installed
 from slipstream.inference.pool.build import build_pool, needs_pool
 from slipstream.inference.pool.member import Member
 from slipstream.inference.pool.pool import ReplicaPool
 from slipstream.inference.types import Engine
-from slipstream.weights import MemoryTransport, Publisher
+from slipstream.weights import InProcessTransport, MemoryTransport, Publisher
 from slipstream.weights.pooled import PooledReplica, link, publish_to_pool
 
 needs_router = pytest.mark.skipif(not router_installed(), reason="the wheel vllm-router is not installed")
@@ -420,6 +422,241 @@ async def test_a_living_replica_that_took_no_weights_is_given_another_chance_at_
         engines[0].broken = engines[1].broken = False
         got = await publish_to_pool(pool, publisher, lambda: twin.weights, "policy/0/5")
         assert [receipt.result for receipt in got] == ["published"] * 2
+
+
+# ---- servers that others run
+
+
+class Foreign(FakeEngine):
+    """A server that somebody may restart: it then has its first weights, under its own name for them."""
+
+    def __init__(self, seed=0, refuses=False, **options):
+        super().__init__(300, seed=seed, scale=1.0, weight_version="default", **options)
+        self.refuses = refuses
+
+    async def generate(self, request):
+        if self.refuses:
+            raise RequestError("the model policy-adapter does not exist")
+        return await super().generate(request)
+
+    async def finish_weight_update(self, weight_version):
+        await super().finish_weight_update(weight_version)
+        self.refuses = False
+
+
+@contextlib.asynccontextmanager
+async def published(*engines, router=None, data=None, **options):
+    """A pool over these engines that hold the weights of seed 9 as policy/0/1; what it tells; its publisher."""
+    members = [Member(f"r{i}", engine) for i, engine in enumerate(engines)]
+    pool = ReplicaPool(members, policy="round_robin", health_seconds=30.0, recover_seconds=20.0)
+    pool.router, told = router, []
+    async with pool:
+        pool.data = data
+        publisher = Publisher([PooledReplica(pool, member) for member in pool.members], **options)
+        link(pool, publisher)
+        pool.on_change = lambda member: told.append(f"{member.name} is {member.state} {member.reason}".rstrip())
+        await publish_to_pool(pool, publisher, lambda: FakeEngine(300, scale=1.0, seed=9).weights, "policy/0/1")
+        yield pool, publisher, told
+
+
+async def test_an_answer_of_a_server_that_somebody_restarted_is_discarded_and_it_is_brought_back():
+    engines = [Foreign(), Foreign()]
+    async with published(*engines) as (pool, _, told):
+        want = await pool.engine.generate(request("want"))
+        engines[0].__init__()
+        answers = await asyncio.gather(
+            *(pool.engine.generate(request(f"a{i}")) for i in range(4)), return_exceptions=True
+        )
+        lost = [answer for answer in answers if isinstance(answer, InferenceError)]
+        assert len(lost) == 2
+        assert "it is of version default, and published was policy/0/1; was a server restarted?" in str(lost[0])
+        assert {answer.token_ids for answer in answers if answer not in lost} == {want.token_ids}
+        await until(lambda: len(pool.routable) == 2)
+        assert told == [
+            "r0 is down it answers as version default, published was policy/0/1: was it restarted?",
+            "r0 is up",
+        ]
+        for i in range(4):
+            assert (await pool.engine.generate(request(f"b{i}"))).token_ids == want.token_ids
+
+
+async def test_behind_a_router_the_restarted_server_is_found_by_asking_and_the_others_stay():
+    engines = [Foreign(), Foreign()]
+    async with published(*engines, router=FrailRouter(), data=engines[0]) as (pool, publisher, told):
+        engines[0].__init__()
+        with pytest.raises(InferenceError, match="it is of version default"):
+            await pool.engine.generate(request("a"))
+        await until(lambda: len(pool.routable) == 2)
+        assert [text.partition(" it")[0] for text in told] == ["r0 is down", "r0 is up"]
+        assert await engines[0].weight_version() == "policy/0/1"
+        assert (await pool.engine.generate(request("b"))).versions[0].version == publisher.last_good
+
+
+async def test_a_restarted_server_that_refuses_what_requests_name_is_found_too():
+    engine = Foreign()
+    async with published(engine) as (pool, _, told):
+        engine.__init__(refuses=True)
+        with pytest.raises(RequestError, match="does not exist"):
+            await pool.engine.generate(request("a"))
+        await until(lambda: bool(pool.routable))
+        assert len(told) == 2
+        assert (await pool.engine.generate(request("b"))).versions[0].version == "policy/0/1"
+        engine.refuses = True  # and one that holds what it should is not taken out
+        with pytest.raises(RequestError):
+            await pool.engine.generate(request("c"))
+        assert len(told) == 2
+
+
+async def test_a_stream_of_a_restarted_server_ends_with_an_error():
+    engine = Foreign()
+    async with published(engine) as (pool, _, _):
+        engine.__init__()
+        with pytest.raises(InferenceError, match="it is of version default"):
+            [part async for part in pool.engine.stream(request("a"))]
+
+
+async def test_tokens_of_every_version_that_was_there_meanwhile_are_good():
+    engine = Foreign(step_seconds=0.002)
+    async with published(engine, pause_mode="keep") as (pool, publisher, told):
+        answer = asyncio.create_task(pool.engine.generate(request("a", max_tokens=200)))
+        await until(lambda: len(engine.requests) == 1)
+        for counter in (2, 3):
+            await asyncio.sleep(0.05)
+            twin = FakeEngine(300, scale=1.0, seed=counter)
+            await publish_to_pool(pool, publisher, lambda twin=twin: twin.weights, f"policy/0/{counter}")
+        assert [run.version for run in (await answer).versions] == ["policy/0/1", "policy/0/2", "policy/0/3"]
+        assert told == []
+
+
+# ---- a parked replica
+
+
+class Stale(FakeEngine):
+    """Answers "ok" and keeps its weights, when told to."""
+
+    keeps = False
+
+    async def update_weights(self, chunk):
+        if self.keeps and not np.array_equal(
+            chunk["head.weight"], FakeEngine(300, scale=1.0, seed=9).weights["head.weight"]
+        ):
+            return
+        await super().update_weights(chunk)
+
+
+async def ask_until_done(pool, name, session):
+    """As an episode: an aborted answer is asked for again at once."""
+    for attempt in range(50):
+        result = await pool.engine.generate(request(f"{name}.{attempt}", session))
+        if result.finish_reason != "abort":
+            return result
+    raise AssertionError("the engine keeps aborting")
+
+
+class LateRouter(FrailRouter):
+    """Goes on sending to all of its workers for a while after it was told of new ones."""
+
+    async def set_workers(self, urls):
+        await asyncio.sleep(0.3)
+        await super().set_workers(urls)
+
+
+class Line:
+    """The router's data plane: the last of its workers gets everything."""
+
+    def __init__(self, router, engines):
+        self.router, self.engines = router, engines
+
+    async def generate(self, request):
+        return await self.engines[self.router.workers[-1]].generate(request)
+
+    async def close(self):
+        pass
+
+
+@pytest.mark.parametrize("routed", [False, True])
+async def test_a_parked_replica_holds_no_request(routed):
+    """Requests queue at it while it is paused, come again when they are aborted, and all end elsewhere."""
+    good, stale = FakeEngine(300), Stale(300)
+    router = LateRouter() if routed else None
+    line = Line(router, {"r0": good, "r1": stale}) if routed else None
+    async with published(good, stale, router=router, data=line, pause_mode="keep", attempts=1) as (pool, publisher, _):
+        loading = asyncio.Event()
+
+        class Slow(InProcessTransport):
+            async def send(self, staged, engine):
+                loading.set()
+                await asyncio.sleep(0.1)
+                await super().send(staged, engine)
+
+        publisher._transport, stale.keeps = Slow(), True
+        twin = FakeEngine(300, scale=1.0, seed=2)
+        publishing = asyncio.create_task(publish_to_pool(pool, publisher, lambda: twin.weights, "policy/0/2"))
+        await loading.wait()
+        asked = [asyncio.create_task(ask_until_done(pool, f"q{i}", f"s{i}")) for i in range(6)]
+        assert {receipt.result for receipt in await publishing} == {"published", "rolled_back"}
+        async with asyncio.timeout(8):
+            results = await asyncio.gather(*asked)
+        assert {run.version for result in results for run in result.versions} == {"policy/0/2"}
+        assert stale.requests, "some have queued there"
+
+
+# ---- listeners that fail
+
+
+async def test_a_watcher_outlives_a_listener_that_fails_and_the_next_publish_says_so():
+    async with published(Foreign(), Foreign()) as (pool, publisher, _):
+
+        def full(*what):
+            raise LedgerError("events.jsonl cannot be written: no space left on device")
+
+        pool.on_change = full
+        engine = pool.members[0].engine
+        await engine.close()
+        await pool.suspect()
+        await until(lambda: pool.members[0].state == "down")
+        engine.__init__()
+        await until(lambda: pool.members[0].routable)
+        twin = FakeEngine(300, scale=1.0, seed=2)
+        with pytest.raises(LedgerError, match="no space left"):
+            await publish_to_pool(pool, publisher, lambda: twin.weights, "policy/0/2")
+        receipts = await publish_to_pool(pool, publisher, lambda: twin.weights, "policy/0/2")
+        assert [receipt.result for receipt in receipts] == ["published", "published"]
+
+
+async def test_a_receipt_that_cannot_be_written_costs_a_returning_replica_nothing():
+    async with published(Foreign(), Foreign()) as (pool, publisher, told):
+
+        def full(receipt):
+            raise LedgerError("no space left on device")
+
+        publisher._on_receipt = full
+        pool.members[0].engine.__init__()
+        await asyncio.gather(*(pool.engine.generate(request(f"a{i}")) for i in range(2)), return_exceptions=True)
+        await until(lambda: pool.members[0].routable)
+        assert [text.split()[2] for text in told] == ["down", "up"]
+        with pytest.raises(LedgerError):
+            await publish_to_pool(pool, publisher, lambda: pool.members[0].engine.weights, "policy/0/2")
+
+
+async def test_the_router_is_replaced_also_when_its_listener_fails(monkeypatch):
+    pool, told = routed_pool(monkeypatch)
+
+    def full(text):
+        told.append(text)
+        raise LedgerError("no space left on device")
+
+    pool.on_router = full
+    async with pool:
+        pool.router.exited.set()
+        await pool.suspect()
+        assert (pool.router.starts, len(told)) == (2, 2)
+        with pytest.raises(LedgerError):
+            pool.raise_untold()
+        pool.raise_untold()
+
+
+# ---- members that do not come up
 
 
 async def test_a_member_that_cannot_start_fails_the_pool_with_its_log(tmp_path):

@@ -344,3 +344,22 @@ def test_a_line_that_finds_no_room_leaves_nothing_and_others_may_follow(tmp_path
     journal.append({"n": 4})
     journal.close()
     assert [line["n"] for line in read_lines(tmp_path / "j.jsonl")] == [1, 3, 4]
+
+
+@pytest.mark.parametrize("place", ["file/j.jsonl", "folder"])
+def test_a_journal_that_cannot_be_opened_is_named(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(LedgerError, match=rf"{tmp_path / place} cannot be opened .*another run_dir"):
+        Journal(tmp_path / place)
+
+
+def test_a_ledger_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=1, prompts=1, size=2)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(LedgerError, match=r"metrics\.jsonl cannot be read"):
+        LedgerReader(tmp_path).metrics()
+    (tmp_path / "tokens.json").write_text("[]")
+    with pytest.raises(LedgerError, match=r"tokens\.json is unreadable or corrupt"):
+        LedgerReader(tmp_path).token_texts()

@@ -280,3 +280,14 @@ def test_a_run_that_has_just_started_has_a_report(tmp_path: Path) -> None:
 def test_no_ledger_no_report(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="is this a run directory"):
         write_report(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["file/report.html", "folder"])
+def test_a_report_that_cannot_be_written_is_named(tmp_path: Path, place: str) -> None:
+    with Ledger(tmp_path / "run", 0) as ledger:
+        ledger.event("run_started", settings={})
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(LedgerError, match=rf"cannot write {tmp_path / place}: .*choose another file"):
+        write_report(tmp_path / "run", tmp_path / place)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "run"]

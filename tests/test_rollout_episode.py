@@ -7,6 +7,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from slipstream.trajectory import (
 
 ONE_TRY = FailureBudget(attempts=1, max_failed_fraction=1)
 TOKENIZER = ByteTokenizer()
+HUGE = pytest.param(10**400, id="too large for a float")
 
 
 def turn_of(request: GenerateRequest) -> int:
@@ -284,6 +286,15 @@ def test_a_row_with_a_wrong_turn_limit_fails_by_name(wrong: Any) -> None:
     assert repr(wrong) in outcome.reason
 
 
+def test_a_null_turn_limit_is_none() -> None:
+    """Parquet fills it in where only other rows have the column."""
+    stage = Stage([step(0.1, "x"), step(0.2, "y")], max_turns=2, extras={"max_turns": None})
+    trajectory = stage.play()
+    assert trajectory.outcome == Truncated("max_turns")
+    assert len(trajectory.turns) == 2
+    assert stage.maker.made[0].extras["max_turns"] == 2
+
+
 def test_last_turn_is_max_turns() -> None:
     trajectory = Stage([step(0.1, "x"), step(0.2, "y")], max_turns=2).play()
     assert trajectory.outcome == Truncated("max_turns")
@@ -346,10 +357,17 @@ def test_hanging_step_is_a_value_and_the_pool_stays_usable() -> None:
     assert stage.generator.counters.timeouts == 1
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, np.float32("nan")])
+@pytest.mark.parametrize("value", [math.nan, math.inf, np.float32("nan"), Fraction(10**400), HUGE])
 def test_reward_that_is_not_finite_is_a_failure(value: Any) -> None:
     outcome, _ = faulty(step(value, done=True))
+    assert (outcome.fault, outcome.retryable) == ("reward_not_finite", False)
+
+
+@pytest.mark.parametrize("components", [{"a": 10**400}, {"a": math.nan}, {"a": 1e308, "b": 1e308}])
+def test_components_that_are_not_finite_are_a_failure(components: dict[str, Any]) -> None:
+    outcome, _ = faulty(step(1.0, done=True, metadata={"reward_components": components}))
     assert outcome.fault == "reward_not_finite"
+    assert "component" in outcome.reason
 
 
 @pytest.mark.parametrize(
@@ -409,6 +427,16 @@ def test_close_and_metrics_that_raise_do_not_change_a_result() -> None:
     assert trajectory.env_metrics == {"env_metrics_failed": 1.0}
     assert stage.generator is not None
     assert stage.generator.counters.close_failed == 1
+
+
+def test_metrics_that_no_finite_float_holds_are_left_out() -> None:
+    class Measured(ScriptedEnv):
+        def get_metrics(self) -> Any:
+            return {"huge": 10**400, "nan": math.nan, "text": "x", "list": [1.0], "n": 3, "half": np.float32(0.5)}
+
+    trajectory = Stage([], env=lambda c, e: Measured([step(1.0, done=True)], e)).play()
+    assert trajectory.outcome == Completed()
+    assert trajectory.env_metrics == {"n": 3.0, "half": 0.5}
 
 
 def test_template_that_refuses_an_observation_is_a_typed_failure() -> None:

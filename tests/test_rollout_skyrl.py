@@ -126,6 +126,19 @@ def test_other_stop_reasons_are_typed(reason: str, kind: str) -> None:
     assert one.outcome.kind == kind
 
 
+PER_ROW = (
+    "prompt_token_ids",
+    "response_ids",
+    "rewards",
+    "loss_masks",
+    "stop_reasons",
+    "rollout_logprobs",
+    "trajectory_ids",
+    "is_last_step",
+    "env_metrics",
+)
+
+
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
@@ -149,11 +162,48 @@ def test_other_stop_reasons_are_typed(reason: str, kind: str) -> None:
         ({"trajectory_ids": ["g_1", "g_0"]}, "row 0: trajectory id 'g_1' where the input had 'g_0'"),
         ({"trajectory_ids": [3, 4]}, "row 0: trajectory_ids holds 3"),
         ({"is_last_step": [True, True]}, "is_last_step needs trajectory_ids"),
+        *(({key: 5}, f"{key} must be a list .*got int") for key in PER_ROW),
+        *(({key: {0: 1, 1: 2}}, f"{key} must be a list .*got dict") for key in PER_ROW),
+        ({"response_ids": "ab"}, "response_ids must be a list .*got str"),
+        ({"rewards": np.array(5.0)}, "rewards must be a list .*got ndarray"),
+        ({"rewards": ["1", "2"]}, "row 0: rewards is '1', must be a finite number"),
+        ({"rewards": [10**400, 0.0]}, "row 0: rewards is 1000.*, must be a finite number"),
+        ({"rewards": [[0.0, [1.0]], [0.0] * 4]}, r"row 0: rewards\[1\] is \[1.0\], must be a finite number"),
+        ({"loss_masks": [[1, np.array([1, 1])], [1, 0, 0, 1]]}, r"row 0: loss_masks\[1\] is array"),
+        ({"is_last_step": [np.array([1, 1]), True]}, "row 0: is_last_step is array.*must be True or False"),
+        ({"rollout_logprobs": [[-0.1, "x"], [-1.0] * 4]}, r"row 0: rollout_logprobs\[1\] is 'x'"),
+        ({"stop_reasons": ["stop", 3]}, "row 1: stop_reasons is 3, must be text"),
+        ({"env_metrics": [[1], [2]]}, r"row 0: env_metrics is \[1\], must be a mapping .*or None"),
+        ({"env_metrics": [{}, {"n": math.nan}]}, r"row 1: env_metrics\['n'\] is nan.*leave it out"),
+        ({"env_metrics": [{"n": 10**400}, None]}, r"row 0: env_metrics\['n'\] is 1000.*leave it out"),
+        ({"trajectory_generation_times": 3.0}, "trajectory_generation_times must be a list .*got float"),
+        ({"trajectory_generation_times": ["x", 1.0]}, r"trajectory_generation_times\[0\] is 'x'.*give seconds"),
+        ({"trajectory_generation_times": [1.0, math.nan]}, r"trajectory_generation_times\[1\] is nan.*give seconds"),
+        ({"trajectory_generation_times": [1.0, -2]}, r"trajectory_generation_times\[1\] is -2.0, must be >= 0"),
+        ({"trajectory_generation_times": [1.0]}, "has 1 entries; give one per trajectory"),
+        ({"trajectory_time_splits": [1.0, 2.0]}, "trajectory_time_splits must be a mapping of 'llm' and 'env'"),
+        ({"trajectory_time_splits": {"llm": [1.0, "x"]}}, r"trajectory_time_splits\['llm'\]\[1\] is 'x'"),
+        ({"trajectory_time_splits": {"env": 3}}, r"trajectory_time_splits\['env'\] must be a list"),
     ],
 )
 def test_broken_output_names_the_row_and_the_rule(changes: dict[str, Any], rule: str) -> None:
     with pytest.raises(ContractError, match=rule):
         convert(changes)
+
+
+def test_times_of_a_trajectory_are_shared_out_over_its_turns() -> None:
+    mask = {"response_ids": [[4, 5], [6, 7, 8, 9]], "loss_masks": [[1, 1], [1, 0, 1, 1]]}
+    splits = {"llm": [2.0, 6.0], "env": np.array([0.5, 1.0]), "queue": "whatever"}
+    one, two = convert({**mask, "trajectory_generation_times": [3.0, None], "trajectory_time_splits": splits})
+    assert (one.seconds, two.seconds) == (3.0, 0.0)
+    assert [(turn.llm_seconds, turn.env_seconds) for turn in one.turns] == [(2.0, 0.5)]
+    assert [(turn.llm_seconds, turn.env_seconds) for turn in two.turns] == [(2.0, 0.5), (4.0, 0.5)]
+
+
+def test_numbers_of_env_metrics_are_kept_and_the_rest_is_left_out() -> None:
+    one, two = convert({"env_metrics": [{"n": 1, "x": np.float32(0.5), "text": "a", "more": {"b": 1}}, None]})
+    assert one.env_metrics == {"n": 1.0, "x": 0.5}
+    assert two.env_metrics == {}
 
 
 def test_too_few_rows_are_refused() -> None:
@@ -207,6 +257,14 @@ def test_steps_with_a_rewritten_prompt_fork_and_train_each_token_once() -> None:
     assert first.row_tokens(1) == [1, 2, 77, 91, 6]
     assert first.sampled_tokens == 3
     assert len(group.voters) == 2
+
+
+@pytest.mark.parametrize("times", [[3.0, 4.0], [3.0, 3.0, 4.0]], ids=["per trajectory", "repeated in each row"])
+def test_times_of_step_wise_output_are_those_of_its_trajectories(times: list[float]) -> None:
+    changed = stepwise(trajectory_generation_times=times, trajectory_time_splits={"llm": times})
+    (group,) = groups_from_skyrl(changed, slots(0, 1), Conversion())
+    assert [member.seconds for member in group.members] == [3.0, 4.0]
+    assert [[turn.llm_seconds for turn in member.turns] for member in group.members] == [[2.0, 1.0], [4.0]]
 
 
 def test_a_reward_before_the_last_step_needs_a_choice() -> None:

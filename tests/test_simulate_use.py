@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from cli_helpers import slipstream
 from ledger_synthetic import make_run
 from slipstream.config.identity import dump_settings
+from slipstream.config.load import load_settings
 from slipstream.config.settings import RunSettings
 from slipstream.errors import LedgerError, SettingsError
 from slipstream.ledger.reader import LedgerReader
@@ -139,6 +141,15 @@ def test_a_run_is_fitted_from_its_ledger(fit: RunFit) -> None:
     assert fit.scenario.work.turn_tokens.average() > 5
     assert fit.simulated == pytest.approx(fit.measured, rel=0.3)
     assert any("ms per token" in note for note in fit.notes)
+
+
+def test_servers_that_others_run_count_as_replicas(recorded: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(recorded, run)
+    settings = load_settings([run / "settings.yaml"]).settings.model_dump()
+    settings["inference"] |= {"engine": "http", "urls": ["http://a:1", "http://b:2", "http://c:3"], "transport": "disk"}
+    (run / "settings.yaml").write_text(dump_settings(RunSettings.model_validate(settings)))
+    assert fit_run(run).scenario.engines.replicas == 3
 
 
 def test_refused_groups_of_a_run_are_found_by_its_dispositions(recorded: Path, fit: RunFit) -> None:

@@ -65,6 +65,23 @@ def test_a_sound_smoke_job_passes_every_question_about_it(tiny_dir: Path, tmp_pa
     assert bounds[-1].verdict == "warn", "no rule ends this run"
 
 
+def test_rules_are_compared_with_the_metrics_of_the_smoke_job(tiny_dir: Path, tmp_path: Path) -> None:
+    small, reader, _ = smoke(tiny_dir, tmp_path / "r")
+    body = (
+        "[{metric: reward/avg_raw_rewards, below: 0.1}, {metric: policy/final_loss, above: 9}, {metric: %s, below: 0}]"
+    )
+    rules = f"rules={body % 'eval/all/avg_score'}"
+    for evaluates, unknown in (("eval.every_steps=2", 1), ("eval.every_steps=0", 2)):
+        settings = tiny_settings(tiny_dir, tmp_path / "s", rules, evaluates)
+        first, *others = [
+            f for f in admission._bounds(settings, small, reader) if "rule" in f.evidence or f.verdict != "ok"
+        ]
+        assert (first.verdict, others) == ("warn", [])
+        assert "reward/avg_raw_rewards has not come (there is reward/avg_raw_reward" in first.evidence
+        assert first.evidence.count("has not come") == unknown
+        assert "policy/final_loss" not in first.evidence
+
+
 def test_a_reward_that_does_not_repeat_is_found(tiny_dir: Path, tmp_path: Path) -> None:
     small, _, records = smoke(tiny_dir, tmp_path / "r", rows_for("coin_test", tmp_path / "d.jsonl"))
     bad = [f for f in admission._reward(small, records) if f.verdict == "fail"]

@@ -159,3 +159,64 @@ def test_a_torn_pointer_is_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "c" / "latest").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"latest.*to go back, write"):
         store.latest()
+
+
+@pytest.mark.parametrize("manifest", ["[]", "{}", '"text"', "null", "{"])
+def test_a_manifest_that_is_none_is_named(manifest: str, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "c")
+    store.save("one", {"n": 1}, fill("1"))
+    store.save("two", {"n": 2}, fill("2"))
+    (tmp_path / "c" / "two" / "manifest.json").write_text(manifest)
+    with pytest.raises(CheckpointError, match=r"two: no readable manifest .*to go back, write 'one'"):
+        store.latest()
+
+
+@pytest.mark.parametrize("place", ["two/part/weights.bin", "two/manifest.json", "latest"])
+def test_a_directory_in_the_place_of_a_file_is_named(place: str, tmp_path: Path) -> None:
+    """As any other file that cannot be read."""
+    store = CheckpointStore(tmp_path / "c")
+    store.save("one", {"n": 1}, fill("1"))
+    store.save("two", {"n": 2}, fill("2"))
+    (tmp_path / "c" / place).unlink()
+    (tmp_path / "c" / place).mkdir()
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}.*Is a directory.*to go back, write"):
+        store.latest()
+
+
+def test_a_pointer_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "c")
+    store.save("one", {"n": 1}, fill("1"))
+    (tmp_path / "c" / "latest").unlink()
+    (tmp_path / "c" / "latest").mkdir()
+    with pytest.raises(CheckpointError, match=r"latest could not be written .*free disk space"):
+        store.point_to("one")
+
+
+def test_a_file_in_the_place_of_the_store_is_named_when_something_is_saved(tmp_path: Path) -> None:
+    (tmp_path / "c").write_text("mine")
+    store = CheckpointStore(tmp_path / "c")
+    assert (store.names(), store.latest()) == ([], None)
+    with pytest.raises(CheckpointError, match=rf"{tmp_path / 'c'}.* could not be written"):
+        store.save("one", {}, fill("1"))
+    assert (tmp_path / "c").read_text() == "mine"
+
+
+def test_a_replaced_checkpoint_that_cannot_be_put_back_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path / "c")
+    store.save("same", {"n": 1}, fill("1"))
+    os.rename(tmp_path / "c" / "same", tmp_path / "c" / ".replaced-same")
+
+    def refuses(source: Path, target: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(source))
+
+    with monkeypatch.context() as change:
+        change.setattr(os, "rename", refuses)
+        with pytest.raises(CheckpointError, match=r"cannot be put back \(.*Permission denied.*writable"):
+            store.latest()
+        with pytest.raises(CheckpointError, match=r"could not be written"):
+            store.save("same", {"n": 2}, fill("2"))
+    found = store.latest()
+    assert found is not None
+    assert found.state == {"n": 1}

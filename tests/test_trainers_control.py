@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from ledger_synthetic import make_run
 from run_kit import EXACT, tiny_settings, weights_digest
 from slipstream.config.settings import RuleSettings
 from slipstream.errors import SettingsError
-from slipstream.ledger import LedgerReader
+from slipstream.ledger import Ledger, LedgerReader, next_incarnation
 from slipstream.rollout import GroupTask
 from slipstream.trainers.callbacks import Callback, Control, StepInfo
+from slipstream.trainers.checkpoint import CheckpointStore
 from slipstream.trainers.parts import Parts
-from slipstream.trainers.rules import verdict
+from slipstream.trainers.rules import RuleKeeper, verdict
 from slipstream.trainers.run import train
 from slipstream.trajectory import Group
 from test_trainers_run import StopAt, trained_prompts
@@ -34,6 +37,62 @@ def test_a_rule_waits_for_its_window_and_takes_the_mean() -> None:
     assert verdict(low, [9.0, 0.0, 0.0, 0.0]) == "m was 0 over the last 3 values, below 1"
     assert verdict(low, [0.0, 0.0, 9.0]) is None
     assert verdict(RuleSettings(metric="m", above=1.0), [1.5]) == "m was 1.5, above 1"
+
+
+@pytest.mark.parametrize("bounds", [{"above": 1.0}, {"below": 1.0}, {"above": 1.0, "below": -1.0}])
+def test_what_is_no_number_is_out_of_bounds(bounds: dict[str, float]) -> None:
+    rule = RuleSettings(metric="m", window=2, **bounds)
+    assert verdict(rule, [math.nan]) is None
+    assert verdict(rule, [0.5, math.nan]) == "m was nan over the last 2 values, which is no number"
+
+
+def keeper(folder: Path, *rules: RuleSettings) -> tuple[RuleKeeper, Ledger]:
+    ledger = Ledger(folder, next_incarnation(folder))
+    return RuleKeeper(rules, ledger, CheckpointStore(folder / "checkpoints")), ledger
+
+
+def warnings_of(ledger: Ledger) -> list[str]:
+    return [event.data["message"] for event in ledger.reader.events("warning")]
+
+
+def test_a_rule_that_watches_nothing_is_told_of_once_with_the_nearest_names(tmp_path: Path) -> None:
+    misspelt = RuleSettings(metric="reward/avg_raw_rewards", below=0.1, window=2)
+    held = RuleSettings(metric="reward/avg_raw_reward", below=0.1, window=1)
+    keeping, ledger = keeper(tmp_path, misspelt, misspelt, held)
+    metrics = {"reward/avg_raw_reward": 0.5, "policy/final_loss": 0.1}
+    with ledger:
+        for step in (1, 2, 3):
+            keeping.on_step_end(StepInfo("rl", step, 9, metrics), Control())
+            assert len(warnings_of(ledger)) == (step > 1)
+        keeping.on_train_end(StepInfo("rl", 9, 9), Control())
+        (words,) = warnings_of(ledger)
+    assert "reward/avg_raw_rewards has not come (there is reward/avg_raw_reward) by step 2" in words
+
+
+def test_metrics_of_evaluations_are_missed_by_evaluations_and_in_the_end(tmp_path: Path) -> None:
+    rule = RuleSettings(metric="eval/all/avg_scor", below=0.1, window=2)
+    keeping, ledger = keeper(tmp_path, rule, RuleSettings(metric="late", below=0.1, window=50))
+    with ledger:
+        for step in (1, 2, 3):
+            keeping.on_step_end(StepInfo("rl", step, 9, {"m": 1.0}), Control())
+        keeping.on_eval_end(StepInfo("rl", 3, 9, {"m": 1.0, "eval/all/avg_score": 1.0}), Control())
+        keeping.on_train_end(StepInfo("rl", 3, 9), Control())
+        assert warnings_of(ledger) == [], "there is a second evaluation to come, and the run goes on"
+        keeping.on_eval_end(StepInfo("rl", 6, 9, {"m": 1.0, "eval/all/avg_score": 1.0}), Control())
+        assert "eval/all/avg_scor has not come (there is eval/all/avg_score)" in warnings_of(ledger)[0]
+        keeping.on_train_end(StepInfo("rl", 9, 9), Control())
+        assert ["late has not come" in words for words in warnings_of(ledger)] == [False, True]
+
+
+def test_a_metric_of_an_earlier_start_is_known(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    rare = next(iter(LedgerReader(run).metrics("train")[0].values))
+    keeping, ledger = keeper(run, RuleSettings(metric=rare, above=1e9))
+    with ledger:
+        before = len(warnings_of(ledger))
+        keeping.on_train_start(StepInfo("rl", 1, 9), Control())
+        keeping.on_step_end(StepInfo("rl", 2, 9, {"m": 1.0}), Control())
+        assert len(warnings_of(ledger)) == before
 
 
 def test_a_rule_without_a_bound_and_a_stray_checkpoint_are_refused() -> None:

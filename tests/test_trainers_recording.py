@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cli_helpers import slipstream
 from run_kit import EXACT, tiny_settings, weights_digest
 from slipstream.errors import LedgerError
-from slipstream.ledger import LedgerReader
+from slipstream.ledger import Event, LedgerReader
+from slipstream.trainers import replay
 from slipstream.trainers.replay import replay_run, replay_update
 from slipstream.trainers.run import train
 from test_trainers_async import ASYNC
@@ -83,6 +85,47 @@ def test_a_difference_is_seen_and_named(recorded: Path, tiny_dir: Path, tmp_path
     assert verdict.weights_equal is False
 
 
+class Ledgers:
+    """Stands in for two readers: what each side holds."""
+
+    def __init__(self, steps: dict[int, str], scores: dict[tuple[int, str], float]) -> None:
+        self._steps, self._scores = steps, scores
+
+    def step_digests(self, *, without: Any) -> dict[int, str]:
+        return self._steps
+
+    def events(self, kind: str, *, live_only: bool) -> list[Event]:
+        named = [(step, stage, {"name": "all", "stage": stage}) for step, stage in self._scores]
+        return [Event(0, kind, s, {**data, "scores": self._scores[s, stage]}, {}) for s, stage, data in named]
+
+
+STEPS, SCORES = {1: "a", 2: "b"}, {(0, "start"): 0.1, (1, "rl"): 0.2, (2, "rl"): 0.3}
+LATE = {(0, "start"): 0.1, (1, "rl"): 0.2}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "whole", "differing", "evaluations"),
+    [
+        ((STEPS, SCORES), (STEPS, SCORES), True, [], True),
+        ((STEPS, SCORES), ({1: "a"}, SCORES), True, [2], True),
+        (({1: "a"}, SCORES), ({1: "a"}, SCORES), True, [2], True),  # missing on both sides is not equal
+        ((STEPS, SCORES), (STEPS, LATE), True, [], False),
+        ((STEPS, LATE), (STEPS, SCORES), True, [], False),
+        ((STEPS, SCORES), (STEPS, {}), True, [], False),
+        ((STEPS, SCORES), (STEPS, LATE), False, [], True),  # the replay ends before the last evaluation
+        ((STEPS, SCORES), (STEPS, {(0, "start"): 0.1}), False, [], False),
+    ],
+)
+def test_what_one_side_lacks_is_a_difference(
+    one: Any, other: Any, whole: bool, differing: list[int], evaluations: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = {Path("/one"): Ledgers(*one), Path("/other"): Ledgers(*other)}
+    monkeypatch.setattr(replay, "LedgerReader", held.__getitem__)
+    verdict = replay._compare(Path("/one"), Path("/other"), 2, whole=whole)
+    assert (list(verdict.differing), verdict.evaluations_equal) == (differing, evaluations)
+    assert verdict.equal == (not differing and evaluations)
+
+
 def test_a_fast_run_has_no_recording(tiny_dir: Path, tmp_path: Path) -> None:
     train(tiny_settings(tiny_dir, tmp_path / "r", "schedule.steps=1", "data.eval=[]"))
     with pytest.raises(LedgerError, match="determinism=exact"):
@@ -101,6 +144,25 @@ def test_one_update_is_repeated_from_the_ledger_to_the_bit(step: int, recorded: 
 def test_an_update_without_a_checkpoint_before_it_begins_at_the_first_weights(recorded: Path) -> None:
     verdict = replay_update(recorded, 2)
     assert (verdict.began_at, verdict.updates, verdict.gap) == ("the first weights", 2, 0)
+
+
+def test_rules_on_rewards_falling_rates_and_stand_ins_are_repeated_too(tiny_dir: Path, tmp_path: Path) -> None:
+    """The record holds what the rules made of rewards; they must not be applied to that again."""
+    given = [
+        *EXACT, "schedule.steps=3", "checkpoint.every_steps=1", "checkpoint.keep=9", "data.eval=[]",
+        "rollout.sampling.max_tokens_per_turn=6", "rollout.max_turns=1", "algorithm.overlong.factor=1.0",
+        "algorithm.overlong.max_tokens=6", "algorithm.overlong.buffer_tokens=5", "algorithm.drop_zero_variance=true",
+        "algorithm.dynamic_sampling.kind=replace", "algorithm.dynamic_sampling.min_good_fraction=0.0",
+        "training.optimizer.scheduler=cosine",
+    ]  # fmt: skip
+    train(tiny_settings(tiny_dir, tmp_path / "r", *given))
+    reader = LedgerReader(tmp_path / "r")
+    components = {r.component for record in reader.trajectories(phase="train") for r in record.trajectory.rewards}
+    assert "overlong" in components
+    for step in (1, 3):
+        verdict = replay_update(tmp_path / "r", step)
+        assert verdict.gap == 0, (step, verdict)
+        assert verdict.tokens > 0
 
 
 def test_a_step_that_is_not_there_is_named(recorded: Path) -> None:

@@ -10,10 +10,13 @@ import pytest
 
 from run_kit import tiny_settings
 from slipstream.config.checks import check_settings
+from slipstream.inference.launch.engines import ADAPTER, vllm_server
 from slipstream.inference.launch.router import router_installed
+from slipstream.inference.pool.build import build_pool
 from slipstream.ledger import LedgerReader
 from slipstream.trainers.callbacks import Callback
 from slipstream.trainers.run import train
+from slipstream.trainers.serving import build_transport
 from slipstream.trajectory import Failed
 
 ASYNC = ["schedule.kind=fully_async", "schedule.max_staleness_steps=2", "inference.pause_mode=keep"]
@@ -69,6 +72,9 @@ def test_an_asynchronous_run_goes_on_when_a_replica_is_killed(tiny_dir: Path, tm
     assert not servers()
 
 
+VLLM, KEEP = ["inference.engine=vllm"], "inference.pause_mode"
+
+
 def problems(*overrides: str) -> set[str]:
     settings = tiny_settings(Path("m"), Path("r"), *overrides)
     return {key for p in check_settings(settings) if p.severity == "error" for key in p.keys}
@@ -81,10 +87,61 @@ def problems(*overrides: str) -> set[str]:
         (["inference.replicas=2", "inference.transport=nccl"], "inference.transport"),
         (["inference.engine=http", "inference.urls=http://a:1"], "inference.transport"),
         (["inference.replicas=2", "training.determinism=exact"], "training.determinism"),
+        ([*VLLM, "inference.transport=adapter"], "training.lora.rank"),
+        ([*VLLM, "inference.transport=adapter", "training.lora.rank=600"], "training.lora.rank"),
+        ([*VLLM, "inference.transport=adapter", "training.lora.rank=4", "schedule.kind=one_step_off"], "schedule.kind"),
+        ([*VLLM, "inference.transport=adapter", "training.lora.rank=4", "inference.pause_mode=keep"], KEEP),
+        (["inference.replicas=2", "inference.transport=adapter", "training.lora.rank=4"], "inference.engine"),
     ],
 )
 def test_what_cannot_work_is_refused_at_planning(overrides: list[str], key: str) -> None:
     assert key in problems(*overrides)
+
+
+HTTP = ["inference.engine=http", "inference.urls=http://a:1", "inference.transport=disk"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        ([*VLLM, "inference.kv_cache_tokens=4096"], {"inference.kv_cache_tokens"}),
+        ([*VLLM, "inference.max_batch_size=3", "inference.max_model_len=512", "inference.launch.args=[--x]"], set()),
+        (HTTP, set()),
+        ([*HTTP, "inference.dtype=float32", "inference.launch.restarts=7", "inference.launch.health_seconds=1"], set()),
+        ([*HTTP, "inference.max_batch_size=3", "inference.max_model_len=512"],
+         {"inference.max_batch_size", "inference.max_model_len"}),
+        ([*HTTP, "inference.prefix_caching=false", "inference.threads=2", "inference.kv_cache_tokens=9"],
+         {"inference.prefix_caching", "inference.threads", "inference.kv_cache_tokens"}),
+        ([*HTTP, "inference.launch.python=/p", "inference.launch.args=[--x]", "inference.launch.env={A: b}"],
+         {"inference.launch.python", "inference.launch.args", "inference.launch.env"}),
+        (["inference.replicas=2", "inference.kv_cache_tokens=4096", "inference.launch.args=[--x]"], set()),
+    ],
+)  # fmt: skip
+def test_settings_that_an_engine_is_never_told_of_are_warned_of(overrides: list[str], keys: set[str]) -> None:
+    settings = tiny_settings(Path("m"), Path("r"), "inference.threads=null", *overrides)
+    found = [p for p in check_settings(settings) if "inference.engine" in p.keys]
+    assert {p.severity for p in found} <= {"warning"}
+    assert {key for p in found for key in p.keys} - {"inference.engine"} == keys
+
+
+def test_cuda_handles_are_let_in_where_they_are_sent(tmp_path: Path) -> None:
+    inference = tiny_settings(Path("m"), tmp_path, *VLLM, "inference.transport=ipc").inference
+    specs = [vllm_server("e", "m", inference, log_dir=tmp_path, weight_transfer=way) for way in ("ipc", "nccl")]
+    assert [spec.env.get("VLLM_ALLOW_INSECURE_SERIALIZATION") for spec in specs] == ["1", None]
+
+
+def test_an_adapter_goes_to_a_vllm_that_runs_it(tmp_path: Path) -> None:
+    overrides = [*VLLM, "inference.transport=adapter", "training.lora.rank=12"]
+    assert problems(*overrides) == set()
+    inference = tiny_settings(Path("m"), tmp_path, *overrides).inference
+    spec = vllm_server("engine-0", "m", inference, log_dir=tmp_path, weight_transfer="slipstream", adapter_rank=12)
+    command = list(spec.command(8000))
+    assert command[command.index("--max-lora-rank") + 1] == "16"
+    assert "--enable-lora" in command
+    assert spec.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert build_transport(tiny_settings(Path("m"), tmp_path, *overrides)).name == "adapter"
+    (member,) = build_pool(inference, "m", log_dir=tmp_path, adapter_rank=12).members
+    assert member.engine.adapter == ADAPTER
 
 
 @pytest.mark.parametrize(

@@ -306,7 +306,8 @@ def test_a_first_round_without_a_spread_is_followed_by_another(
     given = [
         f"data.train={data}", "data.eval=[]", "schedule.steps=1", f"schedule.kind={schedule}",
         "schedule.prompts_per_step=2", "algorithm.drop_zero_variance=true",
-        f"algorithm.dynamic_sampling.kind={kind}", "schedule.step_deadline_seconds=60", "inference.request_timeout_seconds=60",
+        f"algorithm.dynamic_sampling.kind={kind}", "schedule.step_deadline_seconds=60",
+        "inference.request_timeout_seconds=60",
     ]  # fmt: skip
     result = train(tiny_settings(tiny_dir, tmp_path / "r", *given))
     assert (result.finished, result.steps) == (True, 1)
@@ -403,3 +404,33 @@ def test_callbacks_save_and_evaluate_in_the_supervised_phase_too(tiny_dir: Path,
     reader = LedgerReader(tmp_path / "r")
     assert next(event.data["name"] for event in reader.events("checkpoint")) == "sft-000001"
     assert [(e.step, e.data["stage"]) for e in reader.events("eval")] == [(1, "sft"), (0, "sft")]
+
+
+class Counted(BaseTextEnv):
+    """Says how its episodes' metrics are put together."""
+
+    def __init__(self, env_config: object, extras: dict[str, object]) -> None:
+        super().__init__()
+
+    def step(self, action: str):
+        return {"observations": [], "reward": float(len(action) % 2), "done": True, "metadata": {}}
+
+    def get_metrics(self):
+        return {"wins": 2}
+
+    @staticmethod
+    def aggregate_metrics(metrics):
+        if metrics[0]["wins"] != 2:
+            raise AssertionError(metrics)
+        return {"wins_total": sum(m["wins"] for m in metrics), "note": "text is left out", "nothing": float("nan")}
+
+
+register(id="counted_test", entry_point=Counted)
+
+
+def test_an_environments_own_rule_puts_its_metrics_together(tiny_dir: Path, tmp_path: Path) -> None:
+    data = rows_for("counted_test", tmp_path / "d.jsonl")
+    train(tiny_settings(tiny_dir, tmp_path / "r", f"data.train={data}", "schedule.steps=1", "data.eval=[]"))
+    (metrics,) = LedgerReader(tmp_path / "r").metrics("train")
+    found = {name: value for name, value in metrics.values.items() if name.startswith("environment/")}
+    assert found == {"environment/wins_total": 24.0}

@@ -4,18 +4,24 @@
 ``test_vllm_publish.py``.
 """
 
+import asyncio
+import json
 import sys
 import types
 
+import httpx
 import numpy as np
 import pytest
 
-from slipstream.errors import PublishError
+from slipstream.errors import PublishError, RequestError
 from slipstream.inference.checksum import tensor_checksum
+from slipstream.inference.client import HttpEngine
 from slipstream.inference.fake import FakeEngine
 from slipstream.inference.transfer import vllm_plugin
 from slipstream.inference.transfer.raw import Raw
+from slipstream.inference.transfer.vllm_plugin import NO_ADAPTER
 from slipstream.weights import AdapterTransport, NativeTransport, Publisher, Replica
+from slipstream.weights.verify import compare_checksums
 
 torch = pytest.importorskip("torch")
 
@@ -351,32 +357,214 @@ def test_sharded_exports_are_refused_by_vllms_senders():
         NativeTransport("nccl").stage("v1", pieces)
 
 
+async def test_a_client_that_moved_asks_the_new_server_for_the_plug_in():
+    class Client(HttpEngine):
+        async def call(self, method, path, body=None, **options):
+            if path == "/weight_checker":
+                return {"checksums": {"w": "another hash"}}
+            if self.base_url.endswith(":1"):
+                raise RequestError("HTTP 404: Not Found")
+            return {"results": [{"w": "float32[1]:0"}]}
+
+    client = Client("http://a:1")
+    assert await client.checksum() == {"w": "another hash"}
+    await client.reconnect("http://a:2")
+    assert await client.checksum() == {"w": "float32[1]:0"}
+    await client.close()
+
+
+async def test_a_call_that_comes_while_a_client_moves_finds_no_closed_one():
+    class SlowToClose(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request):
+            return httpx.Response(200)
+
+        async def aclose(self):
+            await asyncio.sleep(0.1)
+
+    client = HttpEngine("http://a:1", transport=SlowToClose())
+    moving = asyncio.create_task(client.reconnect("http://a:2"))
+    await asyncio.sleep(0.02)
+    assert await client.health()
+    await moving
+    await client.close()
+
+
 # ---- adapters
+
+
+def half_adapter():
+    stem = "base_model.model.model.layers.0.self_attn"
+    return {
+        f"{stem}.q_proj.lora_A.weight": torch.ones(2, 4),
+        f"{stem}.q_proj.lora_B.weight": torch.full((6, 2), 3.0),
+        f"{stem}.v_proj.lora_A.weight": torch.full((2, 4), 2.0),
+        f"{stem}.v_proj.lora_B.weight": torch.full((3, 2), 4.0),
+    }
 
 
 async def test_an_adapter_is_written_for_peft_loaded_in_place_and_deleted(tmp_path):
     from safetensors.numpy import load_file
 
     engine = Wire()
-    carrier = AdapterTransport(tmp_path, {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}, lora_name="student")
-    staged = carrier.stage("policy/0/1", {"base.q_proj.lora_A.weight": np.ones((2, 4), np.float32)})
+    carrier = AdapterTransport(tmp_path, lora_name="student")
+    staged = carrier.stage("policy/0/1", half_adapter())
     await carrier.send(staged, engine)
     folder = tmp_path / "adapter-policy-0-1"
     assert engine.told == [
         ("/v1/unload_lora_adapter", {"lora_name": "student"}),
         ("/v1/load_lora_adapter", {"lora_name": "student", "lora_path": str(folder)}),
     ]
-    assert list(load_file(folder / "adapter_model.safetensors")) == ["base.q_proj.lora_A.weight"]
-    assert '"peft_type": "LORA"' in (folder / "adapter_config.json").read_text()
+    assert sorted(load_file(folder / "adapter_model.safetensors")) == sorted(half_adapter())
+    config = json.loads((folder / "adapter_config.json").read_text())
+    # The scale is in B already.
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 2, 2)
+    assert config["target_modules"] == ["q_proj", "v_proj"]
     carrier.release(staged)
     assert list(tmp_path.iterdir()) == []
 
 
+class Adapter:
+    """What vLLM keeps of an adapter: its tensors by module, those of packed layers in lists."""
+
+    def __init__(self, loras):
+        self.get_lora = loras.get
+
+
+def manager_of(sent, *, scale=1.0, tp_size=1):
+    """vLLM's adapter manager after ``sent`` was loaded into slot 1 of 2, rank 2 of at most 4: q, k, v in one layer."""
+    stem, path = "model.layers.0.self_attn", "model.layers.0.self_attn.qkv_proj"
+    parts = [f"{stem}.{x}_proj" for x in "qkv"]
+    tensors = {name: value.to(torch.bfloat16) for name, value in sent.items()}
+    halves = {side: [tensors.get(f"base_model.model.{p}.lora_{side}.weight") for p in parts] for side in "AB"}
+    a_stacked = [torch.zeros(2, 1, 4, 4, dtype=torch.bfloat16) for _ in parts]
+    b_stacked = [torch.zeros(2, 1, size, 4, dtype=torch.bfloat16) for size in (6, 3, 3)]
+    for stacked, half, factor in ((a_stacked, halves["A"], 1.0), (b_stacked, halves["B"], scale)):
+        for buffer, like in zip(stacked, half, strict=True):
+            if like is not None:
+                buffer[1, 0, : like.shape[0], : like.shape[1]] = like * factor
+    layer = types.SimpleNamespace(lora_a_stacked=a_stacked, lora_b_stacked=b_stacked, tp_size=tp_size)
+    bare = types.SimpleNamespace(lora_a_stacked=[], lora_b_stacked=[], tp_size=tp_size)
+    weights = types.SimpleNamespace(lora_a=halves["A"], lora_b=halves["B"])
+    return types.SimpleNamespace(
+        lora_index_to_id=[None, 7],
+        modules={path: layer, "model.layers.0.mlp.down_proj": bare},
+        packed_modules={path: parts},
+        get_adapter={7: Adapter({path: weights})}.__getitem__,
+    )
+
+
+def test_an_adapter_is_read_back_from_the_buffers_that_are_multiplied_with(tmp_path):
+    staged = AdapterTransport(tmp_path, dtype="bfloat16").stage("v1", half_adapter())
+    held = vllm_plugin.read_back_adapter(manager_of(half_adapter()))
+    assert compare_checksums(staged.checksums, held).verdict == "ok"
+    assert set(held) == set(staged.checksums)
+    other = half_adapter() | {next(iter(half_adapter())): torch.zeros(2, 4)}
+    assert compare_checksums(staged.checksums, vllm_plugin.read_back_adapter(manager_of(other))).verdict == "failed"
+    scaled = vllm_plugin.read_back_adapter(manager_of(half_adapter(), scale=0.5))
+    assert compare_checksums(staged.checksums, scaled).verdict == "failed"
+
+
+def test_an_adapter_that_cannot_be_read_back_is_unknown(tmp_path):
+    staged = AdapterTransport(tmp_path, dtype="bfloat16").stage("v1", half_adapter())
+    sharded = vllm_plugin.read_back_adapter(manager_of(half_adapter(), tp_size=2))
+    assert compare_checksums(staged.checksums, sharded).verdict == "unknown"
+
+
+def test_an_adapter_that_is_not_there_is_no_unknown_one(tmp_path):
+    """A probe would not tell it from one that changes little."""
+    staged = AdapterTransport(tmp_path, dtype="bfloat16").stage("v1", half_adapter())
+    empty = manager_of(half_adapter())
+    empty.lora_index_to_id = [None, None]
+    verdict = compare_checksums(staged.checksums, vllm_plugin.read_back_adapter(empty))
+    assert (verdict.verdict, verdict.detail) == ("failed", "parameters held but not sent: no adapter is loaded")
+
+
+@pytest.mark.parametrize(("part", "row"), [(0, 3), (1, 0), (2, 2)])  # beyond the rank of q and v; k has no adapter
+def test_what_lies_beside_an_adapter_in_its_buffers_is_found(tmp_path, part, row):
+    staged = AdapterTransport(tmp_path, dtype="bfloat16").stage("v1", half_adapter())
+    manager = manager_of(half_adapter())
+    layer = next(iter(manager.modules.values()))
+    layer.lora_a_stacked[part][0, 0, row, 0] = 1  # another adapter's slot
+    assert compare_checksums(staged.checksums, vllm_plugin.read_back_adapter(manager)).verdict == "ok"
+    layer.lora_a_stacked[part][1, 0, row, 0] = 1
+    assert compare_checksums(staged.checksums, vllm_plugin.read_back_adapter(manager)).verdict == "failed"
+
+
+def test_layers_of_another_form_are_unknown_and_the_rest_is_told(tmp_path):
+    """Embeddings (one tensor), and experts (three stacks for all of them)."""
+    manager = manager_of(half_adapter())
+    experts = {"lora_a_stacked": [torch.zeros(4, 4)] * 3, "lora_b_stacked": [torch.zeros(4, 4)] * 3}
+    manager.modules["model.embed_tokens"] = types.SimpleNamespace(
+        lora_a_stacked=torch.zeros(1, 8, 4), lora_b_stacked=torch.zeros(1, 1, 4, 4)
+    )
+    manager.modules["model.layers.0.experts"] = types.SimpleNamespace(**experts)
+    path = "model.layers.0.self_attn.qkv_proj"
+    attention = manager.get_adapter(7).get_lora(path)
+    stacks = types.SimpleNamespace(lora_a=[torch.ones(2, 4, 4)] * 3, lora_b=[torch.ones(2, 4, 4)] * 3)
+    manager.get_adapter = {7: Adapter({path: attention, "model.layers.0.experts": stacks})}.__getitem__
+    assert set(vllm_plugin.read_back_adapter(manager)) == set(half_adapter())
+
+
+class DropsAdapters(FakeEngine):
+    """As vLLM 0.32: the end of an update drops every adapter that its workers hold."""
+
+    def __init__(self):
+        super().__init__(8)
+        self.held, self.served = {NO_ADAPTER: "float32[0]:0"}, set()
+
+    async def call(self, method, path, body=None):
+        from safetensors.torch import load_file
+
+        if path == "/v1/unload_lora_adapter":
+            if body["lora_name"] not in self.served:
+                raise RequestError("The lora adapter cannot be found.")
+            self.served.remove(body["lora_name"])
+            return
+        assert body["lora_name"] not in self.served, "vLLM refuses a name that it serves"
+        self.served.add(body["lora_name"])
+        self.held = sums(load_file(f"{body['lora_path']}/adapter_model.safetensors"))
+
+    async def finish_weight_update(self, weight_version):
+        await super().finish_weight_update(weight_version)
+        self.held = {NO_ADAPTER: "float32[0]:0"}
+
+    async def checksum(self):
+        return self.held
+
+
+async def test_an_adapter_is_loaded_after_the_update_in_which_vllm_drops_adapters(tmp_path):
+    engine = DropsAdapters()
+    pub = Publisher([Replica(engine)], AdapterTransport(tmp_path, dtype="bfloat16"), attempts=1)
+    for version in ("policy/0/1", "policy/0/2"):
+        (receipt,) = await pub.publish(half_adapter(), version)
+        assert (receipt.published, receipt.verification.kind) == (True, "checksum")
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter-policy-0-2"]
+    pub.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_run_left_under_a_name_is_replaced(tmp_path):
+    AdapterTransport(tmp_path).stage("policy/0/1", half_adapter())
+    staged = AdapterTransport(tmp_path).stage("policy/0/1", half_adapter())
+    assert (staged.payload / "adapter_model.safetensors").is_file()
+
+
+def test_a_worker_reports_its_adapter_when_nothing_was_received(vllm):
+    worker = vllm_plugin.WorkerExtension()
+    worker.weight_transfer_engine = vllm_plugin.SlipstreamTransferEngine(
+        None, parallel(), "cpu", model_of(weights_of(0))
+    )
+    worker.model_runner = types.SimpleNamespace(
+        lora_manager=types.SimpleNamespace(_adapter_manager=manager_of(half_adapter()))
+    )
+    assert sorted(worker.slipstream_checksums()) == sorted(half_adapter())
+
+
 def test_adapters_do_not_go_with_requests_that_are_kept(tmp_path):
     with pytest.raises(PublishError, match="use pause_mode wait or abort"):
-        Publisher([Replica(FakeEngine(8))], AdapterTransport(tmp_path, {}), pause_mode="keep")
+        Publisher([Replica(FakeEngine(8))], AdapterTransport(tmp_path), pause_mode="keep")
 
 
 def test_whole_weights_are_no_adapter(tmp_path):
     with pytest.raises(PublishError, match="publish merged weights by another transport"):
-        AdapterTransport(tmp_path, {}).stage("v1", {"w": np.ones(2, np.float32)})
+        AdapterTransport(tmp_path).stage("v1", {"w": np.ones(2, np.float32)})

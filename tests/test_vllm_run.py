@@ -70,3 +70,33 @@ def test_an_asynchronous_run_on_vllm(python, tmp_path: Path) -> None:
     assert not [p for p in psutil.Process().children(recursive=True) if "vllm" in " ".join(p.cmdline())]
     for receipt in receipts:
         print(receipt["version"], receipt["bytes"], receipt["seconds"])
+
+
+LORA = [
+    "schedule.kind=sync",
+    "schedule.steps=2",
+    "inference.pause_mode=wait",
+    "inference.transport=adapter",
+    "training.lora.rank=4",
+    "training.lora.alpha=6",
+    "training.optimizer.lr=0.01",
+]
+
+
+def test_a_run_that_publishes_its_adapter_alone(python, tmp_path: Path) -> None:
+    run = [item for item in RUN if not item.startswith("schedule.max_staleness_steps")]
+    overrides = [*run, *LORA, f"inference.launch.python={python}", f"run_dir={tmp_path / 'run'}"]
+    result = train(load_settings([], overrides).settings)
+    assert (result.finished, result.steps) == (True, 2)
+    reader = LedgerReader(tmp_path / "run")
+    receipts = [event.data["receipt"] for event in reader.events("receipt")]
+    # 30 layers, 7 projections, A and B; a few megabytes against the 270 of the whole model.
+    assert [(r["result"], r["transport"], r["names"]) for r in receipts] == [("published", "adapter", 420)] * 3
+    assert {r["verification"]["kind"] for r in receipts} == {"checksum"}
+    assert all(r["bytes"] < 4_000_000 for r in receipts)
+    # The sampler ran with the adapter that the trainer holds, also after it has moved.
+    steps = reader.metrics(phase="train")
+    gaps = [row.values["policy/rollout_train_logprobs_abs_diff_mean"] for row in steps]
+    assert len(gaps) == 2
+    assert max(gaps) < 0.1, gaps
+    assert not list((tmp_path / "run" / "transfer" / "weights").iterdir())

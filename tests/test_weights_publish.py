@@ -201,6 +201,29 @@ async def test_rolled_back_replica_is_parked_while_others_advanced_and_returns_w
     assert pub.replicas[1].routable
 
 
+async def test_a_parked_replica_ends_what_only_queued_there():
+    class PausesSlowly(AnswersOkWithoutLoading):
+        """A request passes the gate when the engine admits nobody any more."""
+
+        late = None
+
+        async def pause(self, mode="abort"):
+            await super().pause(mode)
+            if self.armed and self.late is None:
+                self.late = asyncio.create_task(pub.replicas[1].generate(request("late")))
+                await asyncio.sleep(0.01)
+
+    flaky = PausesSlowly(times=2)
+    flaky.armed = False
+    pub = publisher(FakeEngine(VOCAB), flaky, pause_mode="keep")
+    await pub.publish(weights(1), "policy/0/1")
+    flaky.armed = True
+    receipts = await pub.publish(weights(2), "policy/0/2")
+    assert [r.result for r in receipts] == ["published", "rolled_back"]
+    async with asyncio.timeout(2):
+        assert (await flaky.late).finish_reason == "abort"
+
+
 async def test_rolled_back_replica_may_serve_its_old_version():
     flaky = AnswersOkWithoutLoading(times=2)
     flaky.armed = False

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import os
 import platform
 import random
@@ -20,14 +21,14 @@ import re
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from slipstream.ledger import LedgerReader
+from slipstream.ledger import Event, LedgerReader
 
 MOMENTS = int(os.environ.get("DRILL_MOMENTS", "20"))
 SEED = int(os.environ.get("DRILL_SEED", "0"))
@@ -262,5 +263,36 @@ def versions_are_known(run_dir: Path) -> None:
 
 def cause(error: BaseException) -> str:
     """The class and the first words of an error, without what differs from one time to the next."""
-    text = re.sub(r"\S*/\S+", "PATH", str(error).splitlines()[0])
-    return f"{type(error).__name__}: {re.sub(r'[0-9]+', 'N', text)[:110]}"
+    return plainly(f"{type(error).__name__}: {error}")
+
+
+def plainly(text: str) -> str:
+    """The same of an error that the ledger holds."""
+    kind, _, words = text.splitlines()[0].partition(": ")
+    words = re.sub(r"\S*/\S+", "PATH", words)
+    return f"{kind}: {re.sub(r'[0-9]+', 'N', words)[:110]}"
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Signal 9 to the process that logs as ``name``, at ``time`` (seconds since the epoch)."""
+
+    time: float
+    name: str
+
+
+def fates(kills: Sequence[Kill], events: Sequence[Event]) -> list[tuple[Kill, str]]:
+    """What the ledger says came of each kill: what it was told of by, ``stopped (CAUSE)``, or nothing.
+
+    A process is told of between its death and the next one of its name.  Where nobody told of it, that start of the
+    run has ended in between: each end excuses one death of each name.
+    """
+    found = []
+    for kill in kills:
+        until = min((k.time for k in kills if k.name == kill.name and k.time > kill.time), default=math.inf)
+        since = [e for e in events if kill.time <= e.time < until]
+        dead = f"{kill.name} ended by signal 9"
+        told = any(e.kind == "warning" and " is down" in e.data["message"] and dead in e.data["message"] for e in since)
+        ended = next((plainly(e.data["message"]) for e in since if e.kind == "error"), None)
+        found.append((kill, "told" if told else f"stopped ({ended})" if ended else ""))
+    return found

@@ -154,13 +154,9 @@ def penalise_overlong(
     return (replace(group, members=tuple(members)) if decisions else group), decisions
 
 
-def as_scored(group: Group) -> Group:
-    """The group before ``penalise_overlong``: the ledger's trajectories carry what the rules added to their rewards."""
-    members = tuple(
-        replace(member, rewards=tuple(reward for reward in member.rewards if reward.component != OVERLONG))
-        for member in group.members
-    )
-    return replace(group, members=members)
+def without_overlong(member: Trajectory) -> Trajectory:
+    """The trajectory before ``penalise_overlong``: the ledger's carry what the rules added to their rewards."""
+    return replace(member, rewards=tuple(reward for reward in member.rewards if reward.component != OVERLONG))
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ Refuses: the meaning of a key (``slipstream.config``).
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.envs.registration import import_modules
 from slipstream.errors import DataError, SettingsError
 
 if TYPE_CHECKING:
@@ -48,25 +48,6 @@ def load(items: Sequence[str], *extra: str) -> Loaded:
     loaded = load_settings(files, [*overrides, *extra])
     import_modules(loaded.settings.env.modules)
     return loaded
-
-
-def import_modules(names: Sequence[str]) -> None:
-    """Import modules that register environments, rewards or losses; the working directory counts as a place.
-
-    Raises:
-        SettingsError: a module cannot be imported, with its own error.
-    """
-    if "" not in sys.path and os.getcwd() not in sys.path:  # a console script does not see the working directory
-        sys.path.insert(0, os.getcwd())
-    for name in names:
-        try:
-            importlib.import_module(name)
-        # Fault boundary: a user's module may raise anything while it is imported.
-        except Exception as error:
-            raise SettingsError(
-                f"env.modules: {name!r} cannot be imported ({type(error).__name__}: {error}); "
-                "run from the directory that holds it, or install it"
-            ) from error
 
 
 def make_plan(loaded: Loaded, *, count: bool, environ: Mapping[str, str] = os.environ) -> Plan:
@@ -239,13 +220,21 @@ def key_values(settings: Sequence[str]) -> dict[str, Any]:
     """``key=value`` texts as one mapping, values read as YAML.
 
     Raises:
-        SettingsError: a text is not of that form.
+        SettingsError: a text is not of that form, or its value is no YAML.
     """
+    import yaml
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     for text in settings:
-        if "=" not in text:
+        if not text.partition("=")[0].strip() or "=" not in text:
             raise SettingsError(f"--setting {text!r} is not of the form key=value")
+        try:
+            OmegaConf.from_dotlist([text])
+        except (yaml.YAMLError, OmegaConfBaseException) as error:
+            raise SettingsError(
+                f"--setting {text!r}: the value is no valid YAML ({' '.join(str(error).split())}); put text in quotes"
+            ) from error
     values = OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)))
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}

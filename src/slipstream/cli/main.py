@@ -12,6 +12,7 @@ Exit codes: 0 done, 1 a check found something, 2 an error or a refusal, 130 inte
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 
 import typer
 
-from slipstream.cli.faults import FOUND, INTERRUPTED, REFUSED, FaultGroup
+from slipstream.cli.faults import FOUND, INTERRUPTED, REFUSED, CheckGroup, FaultGroup, checking, leave
 
 if TYPE_CHECKING:
     from slipstream.config import RunSettings
@@ -35,7 +36,7 @@ app = typer.Typer(
     help="Train language models and agents by reinforcement learning; every trained token is traceable.",
 )
 check_app = typer.Typer(
-    no_args_is_help=True, help="Check an environment, a loss, another component, a run or this machine."
+    cls=CheckGroup, no_args_is_help=True, help="Check an environment, a loss, another component, a run or this machine."
 )
 app.add_typer(check_app, name="check")
 
@@ -48,7 +49,12 @@ Items = Annotated[
 def main() -> None:
     """Entry point of the console script.  SIGTERM is a Ctrl-C: what is open is closed, what is done is kept."""
     signal.signal(signal.SIGTERM, _end)
-    app()
+    try:
+        app()
+    except BaseException as end:
+        if not checking.is_set():
+            raise
+        leave(end)
 
 
 def _end(number: int, frame: object) -> None:
@@ -134,7 +140,7 @@ def _finish(result: RunResult, items: list[str], command: str) -> None:
     if result.report is not None:
         print(f"report: {result.report}")
     if result.stop_reason == "interrupted":
-        again = " ".join(["slipstream", command, *items])
+        again = shlex.join(["slipstream", command, *items])
         print(f"interrupted; go on with the same command: {again}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED)
     if result.stop_reason is not None:
@@ -380,7 +386,8 @@ def check_loss(
 ) -> None:
     """Run the invariance suite on a loss: shapes, gradients, splits, order, huge ratios; exit code 1 on errors."""
     from slipstream.algorithms.loss_check import check_loss as run_checks
-    from slipstream.cli.inputs import import_modules, key_values
+    from slipstream.cli.inputs import key_values
+    from slipstream.envs.registration import import_modules
 
     import_modules(module or [])
     _print_findings(loss, run_checks(loss, key_values(setting or [])))

@@ -12,11 +12,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slipstream.config.algorithm import OffPolicySettings
+from slipstream.config.base import Settings
 from slipstream.config.facts import ModelFacts
 from slipstream.config.problems import Problem
 from slipstream.config.resolve import most_sampled_tokens, optimizer_steps, prompts_drawn
-from slipstream.config.schedule_checks import check_schedule
+from slipstream.config.schedule_checks import READ_BY, check_schedule, samples_ahead
 from slipstream.config.settings import RunSettings, SamplingSettings
+from slipstream.config.tree import leaves, value_at
+
+_MOST_LORA_RANK = 512
+"""vLLM's largest ``--max-lora-rank``."""
+
+
+_RL_ONLY = (
+    "eval.every_steps",
+    "checkpoint.rollouts",
+    "schedule.kind",
+    "schedule.epochs",
+    *(f"schedule.{name}" for name in READ_BY),
+)
+"""What RL steps alone read, of sections that a supervised run reads too."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +50,7 @@ def check_settings(settings: RunSettings, known: Known | None = None) -> list[Pr
         _phases,
         _batches,
         _schedule,
+        _without_rl,
         _lengths,
         _context,
         _training_sampling,
@@ -44,6 +60,7 @@ def check_settings(settings: RunSettings, known: Known | None = None) -> list[Pr
         _algorithm,
         _trainer,
         _engine,
+        _unread,
         _time,
     )
     found = [problem for rule in rules for problem in rule(settings, known)]
@@ -125,6 +142,18 @@ def _batches(settings: RunSettings, known: Known) -> Iterator[Problem]:
 def _schedule(settings: RunSettings, known: Known) -> Iterator[Problem]:
     if _rl(settings):
         yield from check_schedule(settings, known.n_train_rows)
+
+
+def _without_rl(settings: RunSettings, known: Known) -> Iterator[Problem]:
+    if _rl(settings):
+        return
+    for path in _RL_ONLY:
+        if value_at(settings, path) != leaves()[path].default:
+            yield _warn(
+                (path, "schedule.steps"),
+                "RL steps alone read it, and there are none",
+                "leave it out, or set schedule.steps",
+            )
 
 
 def _lengths(settings: RunSettings, known: Known) -> Iterator[Problem]:
@@ -317,7 +346,7 @@ def _algorithm(settings: RunSettings, known: Known) -> Iterator[Problem]:
         yield Problem(
             ("algorithm.kl_in", "algorithm.kl_coef"),
             "a KL term in the reward with weight 0 does nothing",
-            "set algorithm.kl_coef above 0, or leave kl_in out",
+            "set algorithm.kl_coef above 0, or algorithm.kl_in=loss",
         )
     if algorithm.clip_low is not None and algorithm.clip_low >= 1 and algorithm.loss == "ppo_clip":
         yield _warn(
@@ -379,7 +408,7 @@ def _engine(settings: RunSettings, known: Known) -> Iterator[Problem]:
         yield Problem(
             ("inference.transport", "inference.engine"),
             "servers that were started elsewhere cannot be assumed to share this machine's memory",
-            "set inference.transport to disk or delta (with inference.transfer_dir), gloo or nccl",
+            "set inference.transport to disk, delta or adapter (with inference.transfer_dir), gloo or nccl",
         )
     in_process = inference.engine == "embedded" and inference.replicas == 1
     if in_process and inference.transport != "auto":
@@ -394,6 +423,8 @@ def _engine(settings: RunSettings, known: Known) -> Iterator[Problem]:
             f"{inference.transport} is vLLM's own weight transfer",
             "use inference.transport=auto, or inference.engine=vllm",
         )
+    if inference.transport == "adapter":
+        yield from _adapter(settings)
     if settings.model.dtype != inference.dtype:
         yield _warn(
             ("model.dtype", "inference.dtype"),
@@ -401,6 +432,67 @@ def _engine(settings: RunSettings, known: Known) -> Iterator[Problem]:
             "so their log-probs differ by rounding",
             "use one dtype, or watch the gap in the ledger",
         )
+
+
+def _adapter(settings: RunSettings) -> Iterator[Problem]:
+    """The adapter alone travels: there has to be one, and an engine that runs with it."""
+    inference, rank = settings.inference, settings.training.lora.rank
+    if rank == 0:
+        yield Problem(
+            ("inference.transport", "training.lora.rank"),
+            "there is no adapter: all weights are trained",
+            "set training.lora.rank, or leave inference.transport at auto",
+        )
+    if rank > _MOST_LORA_RANK:
+        yield Problem(
+            ("training.lora.rank", "inference.transport"),
+            f"vLLM runs adapters of rank {_MOST_LORA_RANK} at most",
+            "lower the rank, or use another transport, which sends merged weights",
+        )
+    if inference.engine == "embedded" and inference.replicas > 1:
+        yield Problem(
+            ("inference.transport", "inference.engine"),
+            "the embedded engine runs merged weights and no adapters",
+            "use inference.transport=auto, or inference.engine=vllm",
+        )
+    if samples_ahead(settings.schedule):
+        yield Problem(
+            ("inference.transport", "schedule.kind"),
+            "vLLM looks an adapter up when a request arrives, so requests that arrive while the next one is loaded "
+            "would run with the old one under the new version's name",
+            "use schedule.kind=sync, or another transport, which sends merged weights",
+        )
+    if inference.pause_mode == "keep":
+        yield Problem(
+            ("inference.pause_mode", "inference.transport"),
+            "in vLLM a kept request goes on with the adapter that it began with, under the new version's name",
+            "use inference.pause_mode=wait or abort",
+        )
+
+
+def _unread(settings: RunSettings, known: Known) -> Iterator[Problem]:
+    """Settings of engines that this engine is never told of."""
+    inference, launch = settings.inference, settings.inference.launch
+    if inference.engine == "vllm" and _changed(inference, "kv_cache_tokens"):
+        yield _warn(
+            ("inference.kv_cache_tokens", "inference.engine"),
+            "vLLM sizes its KV cache by itself",
+            "set --kv-cache-memory-bytes or --gpu-memory-utilization in inference.launch.args",
+        )
+    if inference.engine == "http":
+        names = ("max_batch_size", "max_model_len", "kv_cache_tokens", "prefix_caching", "threads")
+        keys = [f"inference.{name}" for name in names if _changed(inference, name)]
+        keys += [f"inference.launch.{name}" for name in ("python", "args", "env") if _changed(launch, name)]
+        if keys:
+            yield _warn(
+                (*keys, "inference.engine"),
+                "servers that run already are as they were started",
+                "start them so, and leave the settings at their defaults",
+            )
+
+
+def _changed(section: Settings, name: str) -> bool:
+    return bool(getattr(section, name) != type(section).model_fields[name].get_default(call_default_factory=True))
 
 
 def _time(settings: RunSettings, known: Known) -> Iterator[Problem]:

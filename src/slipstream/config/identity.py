@@ -125,8 +125,7 @@ def check_resume(old: RunSettings, new: RunSettings, *, resolved: bool = True) -
     if refused:
         lines = "\n".join(f"  - {c.path}: {c.old!r} -> {c.new!r}: {c.why}" for c in refused)
         raise SettingsError(
-            f"the run cannot go on with other settings:\n{lines}\n"
-            "restore these, or start a new run: another run_dir, or checkpoint.resume=never"
+            f"the run cannot go on with other settings:\n{lines}\nrestore these, or start a new run in another run_dir"
         )
     return changes
 

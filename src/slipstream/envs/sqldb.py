@@ -1,7 +1,8 @@
 """Sandboxed, read-only execution of untrusted SQL on a SQLite file.
 
 Owns: ``SqlSandbox`` (a small pool of killable child processes), ``SqlResult``.
-Refuses: writing, attaching, PRAGMA, anything but one SELECT; comparing results (see ``sql_compare``).
+Refuses: writing, attaching, PRAGMA, anything but one statement that reads (SELECT, VALUES, WITH, or EXPLAIN of one of
+them); comparing results (see ``sql_compare``).
 
 Lifecycle: children start on first use, serve many queries, are replaced when killed, and end with ``close()``, with
 the object, or with the interpreter.  ``shared_sandbox(path)`` hands out one sandbox per file and process.
@@ -10,16 +11,28 @@ the object, or with the interpreter.  ``shared_sandbox(path)`` hands out one san
         db.execute("SELECT count(*) FROM track").rows    # [(3503,)]
         db.execute("ATTACH 'x' AS y").error              # 'not authorized'
 
-Limits are counted in virtual-machine operations, so a refusal does not depend on the machine.  The wall-clock limit
-is the last resort: a query that hits it is tried once more on a fresh child with three times the time, so that a
-busy machine does not decide a reward; hit again, it is the query's fault (kind ``killed``).
+The limit that counts is that of virtual-machine operations: the same query is refused on every machine (kind
+``budget``).  It does not bind a query whose single operations are slow, so time has two limits besides:
+
+* *Processor time* of the child, ``wall_seconds``: the query is too expensive (kind ``killed``).  What else runs on the
+  machine does not use it up.  It is an error of the query and not a fault of the environment, although it is not
+  counted in operations: a fault is absent from its group, so a model that writes such queries could take back samples
+  that would lose, and end the run by its failure budget.
+* *The clock*, ``PATIENCE`` times as long: the machine did not let the query run.  That is ``EnvironmentFault``, which
+  is tried again and never becomes a reward.
+
+A child that ends in the middle of a query is replaced, and the query runs once more.  When that one ends too, SIGKILL
+is ``EnvironmentFault``, since it comes from outside (a kernel short of memory); any other end is the query's doing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -29,10 +42,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import psutil
+
 from slipstream.envs import _sql_worker
 from slipstream.errors import DataError, DeadlineError, EnvironmentFault
 
 ErrorKind = Literal["sql", "denied", "budget", "memory", "killed"]
+PATIENCE = 5.0
+"""Seconds on the clock that a query may take for each second of processor time that it may use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +75,10 @@ class SqlResult:
 
 @dataclass(frozen=True, slots=True)
 class SqlLimits:
-    """Caps of one sandbox; bytes, seconds and virtual-machine operations as named."""
+    """Caps of one sandbox; bytes, seconds and virtual-machine operations as named.
+
+    ``wall_seconds`` is processor time of one query: what it takes on a machine that does nothing else.
+    """
 
     max_ops: int = 5_000_000
     max_rows: int = 10_000
@@ -72,14 +92,23 @@ class SqlLimits:
     """How long a caller waits for a free child before ``DeadlineError``."""
 
 
-class _Dead(Exception):
-    """Internal signal: the child did not answer; it died or was too slow."""
+class _Spent(Exception):
+    """Internal signal: the query used up its processor time."""
+
+
+class _Ended(Exception):
+    """Internal signal: the child ended without an answer; ``outside`` says that it was killed."""
+
+    def __init__(self, outside: bool) -> None:
+        super().__init__(outside)
+        self.outside = outside
 
 
 class _Child:
     """One worker process and its pipes; used by one thread at a time."""
 
     def __init__(self, path: Path, limits: SqlLimits) -> None:
+        self._path = path
         settings = {
             "heap_bytes": limits.heap_bytes,
             "value_bytes": limits.value_bytes,
@@ -102,37 +131,64 @@ class _Child:
         assert self.process.stdout is not None
         self._fd = self.process.stdout.fileno()
         try:
-            self._read_line(time.monotonic() + 30)
-        except _Dead:
+            self._status = psutil.Process(self.process.pid)
+            self._read_line(30.0, math.inf)
+        except (EnvironmentFault, _Ended, psutil.NoSuchProcess):
             self.kill()
             raise EnvironmentFault(
                 f"the SQL sandbox for {path} did not start (exit code {self.process.returncode}); "
                 "check that the file is a readable SQLite database"
             ) from None
 
-    def _read_line(self, deadline: float) -> dict[str, Any]:
+    def _read_line(self, seconds: float, processor_seconds: float) -> dict[str, Any]:
+        """The next reply; raises ``_Spent``, ``_Ended``, or ``EnvironmentFault`` after ``seconds`` on the clock."""
         parts: list[bytes] = []
         poller = select.poll()
         poller.register(self._fd, select.POLLIN)
+        began = used = self._used()
+        until = time.monotonic() + seconds
         while True:
-            left = deadline - time.monotonic()
-            if left <= 0 or not poller.poll(left * 1000):
-                raise _Dead
-            chunk = os.read(self._fd, 1 << 16)
-            if not chunk:
-                raise _Dead
-            parts.append(chunk)
-            if chunk.endswith(b"\n"):
-                reply: dict[str, Any] = json.loads(b"".join(parts))
-                return reply
+            # A child has one thread, so its processor time cannot run ahead of the clock while we wait.
+            left = min(until - time.monotonic(), began + processor_seconds - used)
+            if poller.poll(1 + 1000 * max(left, 0.0)):
+                chunk = os.read(self._fd, 1 << 16)
+                if not chunk:
+                    raise self._ended()
+                parts.append(chunk)
+                if chunk.endswith(b"\n"):
+                    reply: dict[str, Any] = json.loads(b"".join(parts))
+                    return reply
+                continue
+            used = self._used()
+            if used - began >= processor_seconds:
+                raise _Spent
+            if time.monotonic() >= until:
+                raise EnvironmentFault(
+                    f"an SQL child for {self._path.name} got {used - began:.2f} s of processor time in {seconds:g} s; "
+                    "the machine is overloaded: run less beside it, or lower rollout.concurrency"
+                )
+
+    def _used(self) -> float:
+        """Processor seconds of the child since it started."""
+        try:
+            times = self._status.cpu_times()
+        except psutil.NoSuchProcess:  # it was ended just now, as the pipe will say
+            return 0.0
+        return times.user + times.system
+
+    def _ended(self) -> _Ended:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(1)  # the pipe closes a moment before the exit code is known
+        return _Ended(outside=self.process.returncode == -signal.SIGKILL)
 
     def ask(self, request: bytes, seconds: float) -> dict[str, Any]:
+        """The reply to a query that may take ``seconds`` of processor time; raises as ``_read_line`` does."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(request)
         except (BrokenPipeError, ValueError):
-            raise _Dead from None
-        return self._read_line(time.monotonic() + seconds)
+            raise _Ended(outside=True) from None
+        return self._read_line(PATIENCE * seconds, seconds)
 
     def kill(self) -> None:
         self.process.kill()
@@ -195,12 +251,13 @@ class SqlSandbox:
     def execute(
         self, sql: str, *, max_rows: int | None = None, max_ops: int | None = None, wall_seconds: float | None = None
     ) -> SqlResult:
-        """Run one SELECT.
+        """Run one statement that reads.
 
         A refused, wrong or too expensive query is a result with ``error`` set, never an exception.
 
         Raises:
-            EnvironmentFault: the sandbox is closed, or a child cannot be started.
+            EnvironmentFault: the sandbox is closed, a child cannot be started, was killed twice, or was not run by the
+                machine; see the module's contract.
             DeadlineError: no child became free within ``limits.queue_seconds``.
         """
         if "\x00" in sql:
@@ -215,21 +272,29 @@ class SqlSandbox:
             "max_bytes": self.limits.max_bytes,
         }
         line = json.dumps(request).encode() + b"\n"
-        wall = self.limits.wall_seconds if wall_seconds is None else wall_seconds
-        for seconds in (wall, 3 * wall):
+        seconds = self.limits.wall_seconds if wall_seconds is None else wall_seconds
+        try:
             try:
                 reply = self._ask(line, seconds)
-            except _Dead:
-                continue
-            return SqlResult(
-                columns=tuple(reply["columns"]),
-                rows=tuple(tuple(_cell(value) for value in row) for row in reply["rows"]),
-                error=reply["error"],
-                kind=reply["kind"],
-                truncated=reply["truncated"],
-                ops=reply["ops"],
-            )
-        return SqlResult(error="query too expensive", kind="killed")
+            except _Ended:
+                reply = self._ask(line, seconds)
+        except _Spent:
+            return SqlResult(error="query too expensive", kind="killed")
+        except _Ended as ended:
+            if not ended.outside:
+                return SqlResult(error="query too expensive", kind="killed")
+            raise EnvironmentFault(
+                f"two SQL children for {self.path.name} were killed in the middle of a query; "
+                "look for an out-of-memory killer"
+            ) from None
+        return SqlResult(
+            columns=tuple(reply["columns"]),
+            rows=tuple(tuple(_cell(value) for value in row) for row in reply["rows"]),
+            error=reply["error"],
+            kind=reply["kind"],
+            truncated=reply["truncated"],
+            ops=reply["ops"],
+        )
 
     def _ask(self, line: bytes, seconds: float) -> dict[str, Any]:
         if self._pool.pid != os.getpid():
@@ -256,10 +321,12 @@ class SqlSandbox:
         with pool.lock:
             if pool.closed:
                 raise EnvironmentFault(f"the SQL sandbox for {self.path} is closed")
-            if pool.idle:
+            while pool.idle:
                 child = pool.idle.pop()
-                pool.busy.add(child)
-                return child
+                if child.process.poll() is None:
+                    pool.busy.add(child)
+                    return child
+                child.kill()  # it was ended while it was idle, which is no fault of this query
         child = _Child(self.path, self.limits)  # Outside of the lock: starting takes tens of milliseconds.
         with pool.lock:
             pool.busy.add(child)

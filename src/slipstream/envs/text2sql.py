@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from slipstream.envs._row import ground_truth, turn_limit
 from slipstream.envs.chinook import chinook
 from slipstream.envs.core import BaseTextEnv, BaseTextEnvStepOutput
 from slipstream.envs.sql_compare import is_ordered, results_match, row_overlap
@@ -129,7 +130,11 @@ class Verdict:
 
 
 def judge(sql: str, gold_sql: str, paths: tuple[Path, ...], want_overlap: bool = False) -> Verdict:
-    """Run ``sql`` on each database and compare with the gold query; the first database is the one shown."""
+    """Run ``sql`` on each database and compare with the gold query; the first database is the one shown.
+
+    A query that is too expensive is a wrong one.  Raises ``EnvironmentFault`` when the machine is at fault (see
+    ``sqldb``), and ``DataError`` when the gold query fails.
+    """
     ordered = is_ordered(gold_sql)
     result = shared_sandbox(paths[0]).execute(sql)
     matched = results_match(gold_result(paths[0], gold_sql), result, ordered)
@@ -144,8 +149,8 @@ def judge(sql: str, gold_sql: str, paths: tuple[Path, ...], want_overlap: bool =
 
 
 def gold_of(extras: Mapping[str, Any]) -> str:
-    """``reward_spec.ground_truth`` of a row; raises ``DataError`` when it is missing."""
-    gold = (extras.get("reward_spec") or {}).get("ground_truth")
+    """``reward_spec.ground_truth`` of a row; raises ``DataError`` when it is missing or no text."""
+    gold = ground_truth(extras, "text2sql")
     if not isinstance(gold, str) or not gold.strip():
         raise DataError("text2sql: the row needs reward_spec.ground_truth, the gold SQL")
     return gold
@@ -164,7 +169,7 @@ class Text2SQLEnv(BaseTextEnv):
         extras = extras or {}
         self.settings = Text2SQLSettings.read(env_config)
         self.gold_sql = gold_of(extras)
-        self.max_turns = int(extras.get("max_turns", self.settings.max_turns))
+        self.max_turns = turn_limit(extras, self.settings.max_turns, "text2sql")
         self.executed = False
         self.correct = False
         self.coincidence = False
@@ -248,5 +253,6 @@ def text2sql(env_config: Any = None, extras: Mapping[str, Any] | None = None) ->
 
     settings = Text2SQLSettings.read(env_config)
     row = extras or {}
-    skyrl = settings.mode == "skyrl" or (settings.mode == "auto" and "db_id" in row and "data" in row)
+    named = row.get("db_id") is not None and row.get("data") is not None
+    skyrl = settings.mode == "skyrl" or (settings.mode == "auto" and named)
     return SkyRLText2SQLEnv(settings, row) if skyrl else Text2SQLEnv(settings, row)

@@ -9,7 +9,12 @@ there is exactly one solution without tags inside, at least one ``<think>`` bloc
 solution is followed at once by ``<think>``.
 
 Rows carry ``db_id``, ``data`` (``synsql``, ``spider`` or ``bird``) and ``reward_spec.ground_truth``; the folder is
-``env_config.db_path``.  ``data="chinook"`` stands for the bundled database.
+``env_config.db_path``.  ``data="chinook"``, or none, stands for the bundled database.
+
+A solution may use 50 million operations, a second or two.  One that needs more is a wrong answer, and so is one that
+uses up 2.5 s of processor time before that (see ``sqldb``).  A gold query has no more, and one that fails makes every
+solution wrong, as in SkyRL.  Judging takes 25 s at worst, on a machine that hardly runs, so that it ends before the
+deadline of a step (``rollout.env_step_seconds``, 30 s) and holds no SQL child beyond it.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slipstream.envs._row import turn_limit
 from slipstream.envs.chinook import chinook, revision
 from slipstream.envs.core import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
 from slipstream.envs.sqldb import shared_sandbox
@@ -34,6 +40,8 @@ LAYOUTS = {
 """Where each collection's ``<db_id>/<db_id>.sqlite`` lie under ``db_path``."""
 
 _DEFAULT_TURNS = 5
+_JUDGE_OPS = 50_000_000
+_JUDGE_SECONDS = 2.5
 _TAG_INSIDE = re.compile(r"</?(think|sql|observation)\b", re.IGNORECASE)
 
 
@@ -61,8 +69,8 @@ class SkyRLText2SQLEnv(BaseTextEnv):
         row = extras or {}
         settings = Text2SQLSettings.read(env_config)
         self.gold_sql = gold_of(row)
-        self.max_turns = int(row.get("max_turns", _DEFAULT_TURNS))
-        data = row.get("data", "chinook")
+        self.max_turns = turn_limit(row, _DEFAULT_TURNS, "text2sql")
+        data = "chinook" if row.get("data") is None else row["data"]
         group: SQLCodeExecutorToolGroup
         if data == "chinook":
             self.db_id, self.db_file = "chinook", chinook().original
@@ -70,7 +78,7 @@ class SkyRLText2SQLEnv(BaseTextEnv):
         else:
             if data not in LAYOUTS:
                 raise DataError(f"text2sql: data={data!r}; want one of {sorted(LAYOUTS)} or 'chinook'")
-            if "db_id" not in row:
+            if row.get("db_id") is None:
                 raise DataError("text2sql: the row needs db_id, the database's folder name")
             if settings.db_path is None:
                 raise SettingsError(
@@ -115,10 +123,13 @@ class SkyRLText2SQLEnv(BaseTextEnv):
         if solution is None:
             return -1.0
         sandbox = shared_sandbox(self.db_file, LARGE_LIMITS)
-        answer, gold = sandbox.execute(solution), sandbox.execute(self.gold_sql)
-        if not (answer.ok and gold.ok) or answer.truncated or gold.truncated:
-            return 0.0
-        return float(frozenset(answer.rows) == frozenset(gold.rows))
+        found = []
+        for sql in (solution, self.gold_sql):
+            result = sandbox.execute(sql, max_ops=_JUDGE_OPS, wall_seconds=_JUDGE_SECONDS)
+            if not result.ok or result.truncated:
+                return 0.0
+            found.append(frozenset(result.rows))
+        return float(found[0] == found[1])
 
     def get_metrics(self) -> dict[str, float]:
         """``correct``, ``bad_format`` (0 or 1) and ``turns``."""

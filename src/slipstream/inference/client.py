@@ -72,6 +72,7 @@ class HttpEngine:
     Args:
         base_url: scheme, host and port; in process any name will do.
         model: the served name to ask for; None sends each request's own ``model``.
+        adapter: name of the LoRA adapter that requests run with; vLLM takes it in the place of the model's.
         timeout_seconds: deadline of one generation (from sending to the whole answer), and of a pause.
         control_seconds: deadline of every other call.
         transfer_dir: directory that both sides see, through which ``update_weights`` passes files.
@@ -84,6 +85,7 @@ class HttpEngine:
         base_url: str,
         *,
         model: str | None = None,
+        adapter: str | None = None,
         timeout_seconds: float = 600.0,
         control_seconds: float = 60.0,
         transfer_dir: Path | None = None,
@@ -92,6 +94,7 @@ class HttpEngine:
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self._model = model
+        self.adapter = adapter
         self._timeout = timeout_seconds
         self._control = control_seconds
         self._transfer_dir = transfer_dir
@@ -149,9 +152,10 @@ class HttpEngine:
         """
         self._check_open()
         await self._cancel_all()
-        await self._http.aclose()
-        self.base_url, self._info = base_url.rstrip("/"), None
-        self._http = self._connect()
+        old = self._http
+        self.base_url, self._info, self._has_extension = base_url.rstrip("/"), None, None
+        self._http = self._connect()  # before the old one is closed: calls that come meanwhile find no closed client
+        await old.aclose()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -287,7 +291,7 @@ class HttpEngine:
         answer = await self.call(
             "POST",
             path,
-            wire.request_json(request, model=self._model),
+            wire.request_json(request, model=self.adapter or self._model),
             headers=wire.request_headers(request),
             deadline=self._timeout,
         )
@@ -336,7 +340,7 @@ class HttpEngine:
         yield result
 
     async def _events(self, path: str, where: str, request: GenerateRequest) -> AsyncIterator[dict[str, Any]]:
-        body = wire.request_json(request, model=self._model, stream=True)
+        body = wire.request_json(request, model=self.adapter or self._model, stream=True)
         ends_at = asyncio.get_running_loop().time() + self._timeout
         try:
             async with contextlib.AsyncExitStack() as stack:

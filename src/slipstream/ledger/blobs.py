@@ -41,7 +41,6 @@ class BlobStore:
         name = digest.hexdigest()
         path = self._path(name)
         if not path.exists():
-            self.directory.mkdir(parents=True, exist_ok=True)
             body = io.BytesIO()
             np.save(body, array, allow_pickle=False)
             write_atomically(path, body.getvalue())

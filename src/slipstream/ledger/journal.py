@@ -10,6 +10,7 @@ write but damage, and is an error that names file and line.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -26,9 +27,12 @@ def dump_line(value: Mapping[str, Any]) -> str:
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Every whole line of a journal; a torn last line is ignored, damage raises ``LedgerError``."""
-    if not path.exists():
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
         return
-    lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise LedgerError(f"{path} cannot be read ({error}); make it readable, or restore it") from error
     for number, line in enumerate(lines, 1):
         if not line:
             continue
@@ -48,15 +52,24 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Journal:
-    """An open journal.  Lifecycle: construct (repairs) -> ``append``/``sync`` -> ``close``."""
+    """An open journal.  Lifecycle: construct (repairs) -> ``append``/``sync`` -> ``close``.
+
+    Raises ``LedgerError`` when the file cannot be opened or repaired.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.repaired_bytes = self._repair()
-        # Unbuffered: what could not be written must not be written later, by a close or between other lines.
-        self._file = path.open("ab", buffering=0)
-        self._size = path.stat().st_size
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.repaired_bytes = self._repair()
+            # Unbuffered: what could not be written must not be written later, by a close or between other lines.
+            self._file = path.open("ab", buffering=0)
+            self._size = path.stat().st_size
+        except OSError as error:
+            raise LedgerError(
+                f"{path} cannot be opened for writing ({error}); free space and resume the run, or choose another "
+                "run_dir"
+            ) from error
 
     def _repair(self) -> int:
         if not self.path.exists():
@@ -86,8 +99,11 @@ class Journal:
             raise LedgerError(f"cannot write {self.path}: {error}; free space and resume the run") from error
 
     def sync(self) -> None:
-        """Force the lines to the disk (a power cut loses nothing)."""
-        os.fsync(self._file.fileno())
+        """Force the lines to the disk (a power cut loses nothing); raises ``LedgerError`` when the disk refuses."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise LedgerError(f"cannot write {self.path}: {error}; free space and resume the run") from error
 
     def close(self) -> None:
         """Sync and close; closing twice is harmless."""
@@ -96,19 +112,24 @@ class Journal:
             self._file.close()
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write beside ``path``, fsync, rename; readers see the old file or the whole new one."""
+def write_atomically(path: Path, data: bytes, mend: str = "free space and resume the run") -> None:
+    """Write beside ``path``, fsync, rename; readers see the old file or the whole new one.  Its directory is made.
+
+    Raises ``LedgerError`` with the ``mend`` when the disk refuses.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        sync_directory(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise LedgerError(f"cannot write {path}: {error}; free space and resume the run") from error
-    sync_directory(path.parent)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise LedgerError(f"cannot write {path}: {error}; {mend}") from error
 
 
 def sync_directory(path: Path) -> None:

@@ -12,15 +12,20 @@ observation and synthetic tokens of all rows).  ``guard/*`` are shares in [0, 1]
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from slipstream.envs.metrics import own_rule
 from slipstream.errors import ContractError
 from slipstream.ledger.records import StepRecord, disposition_kind
 from slipstream.trajectory import Cancelled, Group, Missing, Origin, Span, Trajectory, WeightVersion
+
+_LOG = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 SPREAD_TOLERANCE = 1e-6
@@ -79,15 +84,41 @@ def reward_metrics(groups: Sequence[Group]) -> Metrics:
 
 
 def environment_metrics(members: Sequence[Trajectory]) -> Metrics:
-    """``environment/avg_<name>``: the mean over the members that report it."""
+    """``environment/avg_<name>``: the mean over the members that report it.
+
+    An environment with an ``aggregate_metrics`` of its own gives ``environment/<name>`` by that; a rule that fails is
+    logged, and means are taken.
+    """
     values: dict[str, list[float]] = defaultdict(list)
+    by_class: dict[str, list[Trajectory]] = defaultdict(list)
     for member in members:
-        for name, value in member.env_metrics.items():
-            values[name].append(float(value))
+        by_class[member.env_class].append(member)
     out: Metrics = {}
+    for env_class, own in by_class.items():
+        reported = [dict(member.env_metrics) for member in own if member.env_metrics]
+        aggregated = _by_own_rule(env_class, reported) if reported else None
+        if aggregated is not None:
+            out |= aggregated
+            continue
+        for episode in reported:
+            for name, value in episode.items():
+                values[name].append(float(value))
     for name, found in sorted(values.items()):
         out |= _mean(f"environment/{name if name.startswith('avg_') else 'avg_' + name}", found)
     return out
+
+
+def _by_own_rule(env_class: str, reported: list[dict[str, Any]]) -> Metrics | None:
+    rule = own_rule(env_class)
+    if rule is None:
+        return None
+    try:
+        found = {name: float(value) for name, value in rule(reported).items() if isinstance(value, bool | int | float)}
+    # Fault boundary: a user's rule may raise anything, and a step is not lost for a metric.
+    except Exception:  # noqa: BLE001
+        _LOG.exception("aggregate_metrics of environment %r failed; means are taken", env_class)
+        return None
+    return {f"environment/{name}": value for name, value in found.items() if math.isfinite(value)}
 
 
 def generation_metrics(groups: Sequence[Group]) -> Metrics:

@@ -214,8 +214,10 @@ class LedgerReader:
             return {}
         try:
             return {int(k): str(v) for k, v in json.loads(path.read_text("utf-8")).items()}
-        except ValueError as error:
-            raise LedgerError(f"{path} is corrupt ({error}); delete it, the report then shows token ids") from None
+        except (OSError, ValueError, AttributeError) as error:
+            raise LedgerError(
+                f"{path} is unreadable or corrupt ({error}); delete it, the report then shows token ids"
+            ) from None
 
     def content_digest(self, upto_step: int | None = None, *, without: Sequence[str] = ()) -> str:
         """A hash of the live lineage's content: steps, evaluations, trajectories, metrics.

@@ -85,8 +85,7 @@ def write_report(
     run_dir = Path(run_dir)
     path = Path(out) if out is not None else run_dir / "report.html"
     page = render(gather(run_dir), embed(run_dir, decode, max_trajectories))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, page.encode("utf-8", "replace"))
+    write_atomically(path, page.encode("utf-8", "replace"), "free space, or choose another file (--out)")
     return path
 
 

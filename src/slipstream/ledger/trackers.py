@@ -42,7 +42,6 @@ def _saved_id(run_dir: Path, tracker: str) -> str | None:
 def _save_id(run_dir: Path, tracker: str, run_id: str) -> None:
     path = run_dir / "trackers.json"
     known: dict[str, str] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    run_dir.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(known | {tracker: run_id}).encode())
 
 

@@ -14,12 +14,12 @@ import asyncio
 import copy
 import json
 import math
-import numbers
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from slipstream.envs._values import as_number, as_text, plain
 from slipstream.errors import DeadlineError, EnvironmentFault
 from slipstream.rollout.envpool import EnvPool
 from slipstream.trajectory import Message, Missing
@@ -70,31 +70,25 @@ def check_messages(value: Any, where: str) -> list[Message]:
         raise EnvFault("env_type", f"{where} must be a list of chat messages, got {type(value).__name__}", False)
     for i, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise EnvFault("env_type", f"{where}[{i}] must be a dict with 'role' and 'content', got {message!r}", False)
+            raise EnvFault(
+                "env_type", f"{where}[{i}] must be a dict with 'role' and 'content', got {as_text(message)}", False
+            )
         if not isinstance(message.get("content"), str):
             kind = type(message.get("content")).__name__
             raise EnvFault("env_type", f"{where}[{i}]['content'] must be text, got {kind}", False)
     return value
 
 
-def _plain(value: Any) -> Any:
-    """A numpy or torch scalar as a Python value; anything else as it is."""
-    return value.item() if hasattr(value, "item") and getattr(value, "shape", None) == () else value
-
-
 def _number(value: Any, where: str) -> float:
-    value = _plain(value)
-    try:
-        if not isinstance(value, numbers.Number) or isinstance(value, complex):
-            raise TypeError
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    found = as_number(value)
+    if found is None:
+        kind = type(value).__name__
+        raise EnvFault("env_type", f"{where} must be a number (or None or Missing), got {kind}", False)
+    if not math.isfinite(found):
         raise EnvFault(
-            "env_type", f"{where} must be a number (or None or Missing), got {type(value).__name__}", False
-        ) from None
-    if not math.isfinite(number):
-        raise EnvFault("reward_not_finite", f"{where} is {number}; return Missing(reason) if it is unknown", False)
-    return number
+            "reward_not_finite", f"{where} is {found} as a float; return Missing(reason) if it is unknown", False
+        )
+    return found
 
 
 def read_rewards(reward: Any, components: Any) -> dict[str, float | Missing]:
@@ -117,7 +111,8 @@ def read_rewards(reward: Any, components: Any) -> dict[str, float | Missing]:
     }
     rest = total - sum(float(v) for v in named.values() if not isinstance(v, Missing))
     if abs(rest) > 1e-9 * max(1.0, abs(total)) or not named:
-        named["reward"] = rest + (float(_number(components["reward"], "reward")) if "reward" in components else 0.0)
+        rest += float(_number(components["reward"], "reward")) if "reward" in components else 0.0
+        named["reward"] = _number(rest, "what metadata['reward_components'] leave of the reward")
     return named
 
 
@@ -130,9 +125,9 @@ def read_step(output: Any) -> StepResult:
         raise EnvFault("env_type", f"the step output lacks {', '.join(missing)}", False)
     observations = output["observations"]
     messages = check_messages(list(observations) if isinstance(observations, tuple) else observations, "observations")
-    done = _plain(output["done"])
+    done = plain(output["done"])
     if not isinstance(done, bool):
-        raise EnvFault("env_type", f"done must be True or False, got {done!r}", False)
+        raise EnvFault("env_type", f"done must be True or False, got {as_text(done)}", False)
     action = output.get("postprocessed_action")
     if action is not None and not isinstance(action, str):
         raise EnvFault("env_type", f"postprocessed_action must be text, got {type(action).__name__}", False)
@@ -224,7 +219,7 @@ class EnvSession:
         await self._call("restore", lambda: self.env.restore(state))
 
     async def metrics(self) -> dict[str, float]:
-        """Numbers of ``env.get_metrics()``; other values are left out.
+        """Numbers of ``env.get_metrics()``; other values are left out, as are those that no finite float holds.
 
         A fault here is not a fault of the episode: it is reported as the metric ``env_metrics_failed``.
         """
@@ -237,11 +232,8 @@ class EnvSession:
             return {"env_metrics_failed": 1.0}
         if not isinstance(values, Mapping):
             return {"env_metrics_failed": 1.0}
-        return {
-            str(name): float(value)
-            for name, value in values.items()
-            if isinstance(value, numbers.Real) and math.isfinite(float(value))
-        }
+        measured = {str(name): as_number(value) for name, value in values.items()}
+        return {name: value for name, value in measured.items() if value is not None and math.isfinite(value)}
 
     @property
     def revision(self) -> str:

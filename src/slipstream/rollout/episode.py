@@ -237,7 +237,9 @@ class Episode:
     def _turn_limit(self) -> int:
         """``rollout.max_turns``, or less where the data row says so in ``max_turns``."""
         most = self._services.settings.max_turns
-        own = self.job.task.extras.get("max_turns", most)
+        own = self.job.task.extras.get("max_turns")
+        if own is None:  # also a null, which Parquet fills in where only other rows have the column
+            return most
         if isinstance(own, bool) or not isinstance(own, int) or own < 1:
             reason = f"the row's max_turns must be a whole number from 1 on, got {own!r}"
             raise _Stop(Failed("bad_row", reason, retryable=False))

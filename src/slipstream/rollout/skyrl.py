@@ -4,14 +4,17 @@ Owns: the documented shape of SkyRL's generator input and output, its checks at 
 Refuses: trusting positions.  Rows are found by trajectory id (or by the order of the input where the output names
 none), and every mismatch is a ``ContractError`` that names the row and the rule.
 
-Output keys read: ``prompt_token_ids``, ``response_ids``, ``rewards`` (a number or one number per response token),
-``loss_masks`` (0/1 per response token), ``stop_reasons``, ``rollout_logprobs``, ``rollout_metrics``,
-``trajectory_ids``, ``is_last_step``, ``trajectory_generation_times``, ``trajectory_time_splits``, ``env_metrics``.
-Multimodal and expert-route keys are refused unless None; unknown keys are refused.
+Output keys read, one entry per row: ``prompt_token_ids``, ``response_ids``, ``rewards`` (a number or one number per
+response token), ``loss_masks`` (0/1 per response token), ``stop_reasons``, ``rollout_logprobs``, ``trajectory_ids``,
+``is_last_step``, ``env_metrics`` (the numbers in it).  Per trajectory, in seconds: ``trajectory_generation_times`` and
+``trajectory_time_splits`` (``{"llm": [...], "env": [...]}``).  ``rollout_metrics`` is accepted and not read: it holds
+means over a batch, and the ledger computes its own.  Multimodal and expert-route keys are refused unless None; unknown
+keys are refused.
 
 Conversion: the prompt is a PROMPT span; each run of mask 1 is one turn, SAMPLED; each run of mask 0 is an OBSERVATION.
 A reward on a token with mask 0 moves to the last sampled token before it.  Step-wise rows of one trajectory
-become one row while each prompt continues the row before it, and fork where it does not.
+become one row while each prompt continues the row before it, and fork where it does not.  Time splits say nothing of
+turns: a trajectory's model seconds are shared out over its turns by their tokens, its environment seconds evenly.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from slipstream.envs._values import as_number, as_text
 from slipstream.errors import ContractError
 from slipstream.rollout.renderer import common_prefix
 from slipstream.trajectory import (
@@ -48,12 +52,12 @@ _PER_ROW = (
     "rollout_logprobs",
     "trajectory_ids",
     "is_last_step",
-    "trajectory_generation_times",
-    "trajectory_time_splits",
     "env_metrics",
 )
+_TIMES = ("trajectory_generation_times", "trajectory_time_splits")
+_UNMEASURED = "; give seconds, or None where they were not measured"
 _REFUSED = ("rollout_expert_indices", "pixel_values", "image_grid_thw")
-_KNOWN = (*_REQUIRED, *_PER_ROW, "rollout_metrics", *_REFUSED)
+_KNOWN = (*_REQUIRED, *_PER_ROW, *_TIMES, "rollout_metrics", *_REFUSED)
 
 
 @dataclass(frozen=True)
@@ -121,8 +125,16 @@ class _Step:
     logprobs: tuple[float, ...] | Missing
     stop_reason: str
     last: bool
-    seconds: float
     env_metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """Seconds of one trajectory: all, the model's, the environment's."""
+
+    whole: float
+    llm: float
+    env: float
 
 
 def groups_from_skyrl(output: Mapping[str, Any], slots: Sequence[Slot], how: Conversion) -> list[Group]:
@@ -130,11 +142,12 @@ def groups_from_skyrl(output: Mapping[str, Any], slots: Sequence[Slot], how: Con
 
     Returns groups in the order in which they first appear in ``slots``; raises ``ContractError`` otherwise.
     """
-    steps = _read_steps(output)
-    by_slot = _assign(steps, output.get("trajectory_ids"), output.get("is_last_step") is not None, slots)
+    columns = _read_columns(output)
+    steps = [_read_step(columns, i) for i in range(len(columns["response_ids"]))]
+    by_slot = _assign(steps, columns.get("trajectory_ids"), "is_last_step" in columns, slots)
     members: dict[str, list[Trajectory]] = {}
-    for slot, rows in zip(slots, by_slot, strict=True):
-        members.setdefault(slot.group_id, []).append(_trajectory(slot, rows, how))
+    for slot, rows, clock in zip(slots, by_slot, _clocks(output, by_slot), strict=True):
+        members.setdefault(slot.group_id, []).append(_trajectory(slot, rows, clock, how))
     first = {slot.group_id: slot for slot in reversed(slots)}
     return [
         Group(group_id, first[group_id].prompt_uid, first[group_id].group_size, tuple(trajectories))
@@ -145,7 +158,8 @@ def groups_from_skyrl(output: Mapping[str, Any], slots: Sequence[Slot], how: Con
 # ---- checks
 
 
-def _read_steps(output: Mapping[str, Any]) -> list[_Step]:
+def _read_columns(output: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The keys that are given per row, as lists of one length."""
     if not isinstance(output, Mapping):
         raise ContractError(f"generator output: want a mapping of lists, got {type(output).__name__}")
     for key in output:
@@ -158,82 +172,149 @@ def _read_steps(output: Mapping[str, Any]) -> list[_Step]:
     for key in _REQUIRED:
         if output.get(key) is None:
             raise ContractError(f"generator output: {key!r} is required")
-    count = len(output["response_ids"])
-    for key in (*_REQUIRED, *_PER_ROW):
-        if output.get(key) is not None and len(output[key]) != count:
-            raise ContractError(f"generator output: {key} has {len(output[key])} rows, response_ids has {count}")
-    kinds = {_is_list(reward) for reward in output["rewards"] if not _absent(reward)}
+    columns = {key: _column(output[key], key) for key in (*_REQUIRED, *_PER_ROW) if output.get(key) is not None}
+    count = len(columns["response_ids"])
+    for key, values in columns.items():
+        if len(values) != count:
+            raise ContractError(f"generator output: {key} has {len(values)} rows, response_ids has {count}")
+    kinds = {_items(reward) is not None for reward in columns["rewards"] if not _absent(reward)}
     if len(kinds) > 1:
         raise ContractError("generator output: rewards mixes numbers and per-token lists; use one form in all rows")
-    return [_read_step(output, i) for i in range(count)]
+    return columns
 
 
-def _read_step(output: Mapping[str, Any], i: int) -> _Step:
-    prompt = _ids(output["prompt_token_ids"][i], i, "prompt_token_ids")
-    response = _ids(output["response_ids"][i], i, "response_ids")
+def _read_step(columns: Mapping[str, list[Any]], i: int) -> _Step:
+    prompt = _ids(columns["prompt_token_ids"][i], i, "prompt_token_ids")
+    response = _ids(columns["response_ids"][i], i, "response_ids")
     if not prompt:
         raise ContractError(f"row {i}: prompt_token_ids is empty")
-    mask = _listed(output["loss_masks"][i], i, "loss_masks", len(response))
-    for at, value in enumerate(mask):
-        if value not in (0, 1):
-            raise ContractError(f"row {i}: loss_masks[{at}] is {value!r}, must be 0 or 1")
-    metrics = _row(output, "env_metrics", i) or {}
-    last = _row(output, "is_last_step", i)
-    if last is not None and not isinstance(last, bool) and last not in (0, 1):
-        raise ContractError(f"row {i}: is_last_step is {last!r}, must be True or False")
+    values = _listed(columns["loss_masks"][i], i, "loss_masks", len(response))
+    mask = tuple(_bit(value, i, f"loss_masks[{at}]", "0 or 1") for at, value in enumerate(values))
+    last = _row(columns, "is_last_step", i)
     return _Step(
         index=i,
         prompt=prompt,
         response=response,
-        mask=tuple(int(m) for m in mask),
-        reward=_reward(output["rewards"][i], i, len(response)),
-        logprobs=_logprobs(_row(output, "rollout_logprobs", i), i, mask),
-        stop_reason=str(_row(output, "stop_reasons", i) or "stop"),
-        last=True if last is None else bool(last),
-        seconds=float(_row(output, "trajectory_generation_times", i) or 0.0),
-        env_metrics={str(k): float(v) for k, v in metrics.items() if isinstance(v, (int, float))},
+        mask=mask,
+        reward=_reward(columns["rewards"][i], i, len(response)),
+        logprobs=_logprobs(_row(columns, "rollout_logprobs", i), i, mask),
+        stop_reason=_stop_reason(_row(columns, "stop_reasons", i), i),
+        last=last is None or bool(_bit(last, i, "is_last_step", "True or False")),
+        env_metrics=_env_metrics(_row(columns, "env_metrics", i), i),
     )
 
 
-def _row(output: Mapping[str, Any], key: str, i: int) -> Any:
-    values = output.get(key)
-    return None if values is None else values[i]
+def _clocks(output: Mapping[str, Any], by_slot: Sequence[Sequence[_Step]]) -> list[_Clock]:
+    """The seconds of each slot's trajectory; 0 where the generator gives none."""
+    whole, splits = (output.get(key) for key in _TIMES)
+    if splits is None:
+        splits = {}
+    elif not isinstance(splits, Mapping):
+        raise ContractError(
+            "generator output: trajectory_time_splits must be a mapping of 'llm' and 'env' to lists of seconds, or "
+            f"None, got {type(splits).__name__}"
+        )
+    parts = {"trajectory_generation_times": whole}
+    parts |= {f"trajectory_time_splits[{name!r}]": splits.get(name) for name in ("llm", "env")}
+    columns = (_seconds(values, key, by_slot) for key, values in parts.items())
+    return [_Clock(*times) for times in zip(*columns, strict=True)]
+
+
+def _seconds(values: Any, key: str, by_slot: Sequence[Sequence[_Step]]) -> list[float]:
+    """One number per trajectory; where there is one per row, each row of a trajectory repeats the trajectory's."""
+    if values is None:
+        return [0.0] * len(by_slot)
+    listed = _column(values, key)
+    rows = sum(len(steps) for steps in by_slot)
+    if len(listed) not in (len(by_slot), rows):
+        raise ContractError(
+            f"generator output: {key} has {len(listed)} entries; give one per trajectory ({len(by_slot)}) "
+            f"or per row ({rows})"
+        )
+    where = f"generator output: {key}"
+    times = [0.0 if v is None else _finite(v, f"{where}[{i}]", _UNMEASURED) for i, v in enumerate(listed)]
+    for i, time in enumerate(times):
+        if time < 0:
+            raise ContractError(f"{where}[{i}] is {time}, must be >= 0{_UNMEASURED}")
+    return times if len(times) == len(by_slot) else [times[steps[-1].index] for steps in by_slot]
+
+
+def _row(columns: Mapping[str, list[Any]], key: str, i: int) -> Any:
+    return columns[key][i] if key in columns else None
 
 
 def _absent(value: Any) -> bool:
     return value is None or isinstance(value, Missing)
 
 
-def _is_list(value: Any) -> bool:
-    return hasattr(value, "__len__")
+def _items(value: Any) -> list[Any] | None:
+    """The entries of a list, a tuple, or an array with at least one axis; None for anything else."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else None
+
+
+def _column(value: Any, key: str) -> list[Any]:
+    items = _items(value)
+    if items is None:
+        kind = type(value).__name__
+        raise ContractError(f"generator output: {key} must be a list with one entry per row, got {kind}")
+    return items
 
 
 def _listed(value: Any, i: int, key: str, length: int) -> list[Any]:
-    if not _is_list(value):
+    items = _items(value)
+    if items is None:
         raise ContractError(f"row {i}: {key} must be a list, got {type(value).__name__}")
-    listed = value.tolist() if hasattr(value, "tolist") else list(value)
-    if len(listed) != length:
-        raise ContractError(f"row {i}: {key} has {len(listed)} entries for {length} response tokens")
-    return listed
+    if len(items) != length:
+        raise ContractError(f"row {i}: {key} has {len(items)} entries for {length} response tokens")
+    return items
 
 
 def _ids(value: Any, i: int, key: str) -> tuple[int, ...]:
-    if not _is_list(value):
+    ids = _items(value)
+    if ids is None:
         raise ContractError(f"row {i}: {key} must be a list of token ids, got {type(value).__name__}")
-    ids = value.tolist() if hasattr(value, "tolist") else list(value)
     if any(isinstance(t, bool) or not isinstance(t, int) or t < 0 for t in ids):
         raise ContractError(f"row {i}: {key} must hold non-negative ints")
     return tuple(ids)
 
 
-def _finite(value: Any, i: int, key: str) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise ContractError(f"row {i}: {key} is {value!r}, must be a number") from None
-    if not math.isfinite(number):
-        raise ContractError(f"row {i}: {key} is {number}, must be finite")
-    return number
+def _finite(value: Any, where: str, mend: str = "") -> float:
+    found = as_number(value)
+    if found is None or not math.isfinite(found):
+        raise ContractError(f"{where} is {as_text(value):.80}, must be a finite number{mend}")
+    return found
+
+
+def _bit(value: Any, i: int, key: str, want: str) -> int:
+    found = as_number(value)
+    if found is None or found not in (0, 1):
+        raise ContractError(f"row {i}: {key} is {as_text(value):.80}, must be {want}")
+    return int(found)
+
+
+def _stop_reason(value: Any, i: int) -> str:
+    if value is not None and not isinstance(value, str):
+        raise ContractError(
+            f"row {i}: stop_reasons is {as_text(value):.80}, must be text such as 'stop' or 'length', or None"
+        )
+    return str(value) if value else "stop"
+
+
+def _env_metrics(value: Any, i: int) -> dict[str, float]:
+    """The numbers among an episode's metrics; other values are left out."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ContractError(
+            f"row {i}: env_metrics is {as_text(value):.80}, must be a mapping of names to numbers, or None"
+        )
+    return {
+        str(name): _finite(item, f"row {i}: env_metrics[{name!r}]", "; leave it out where it is unknown")
+        for name, item in value.items()
+        if as_number(item) is not None
+    }
 
 
 def _reward(value: Any, i: int, length: int) -> float | tuple[float, ...] | Missing:
@@ -241,19 +322,23 @@ def _reward(value: Any, i: int, length: int) -> float | tuple[float, ...] | Miss
         return value
     if value is None:
         return Missing("the generator returned no reward for this row")
-    if not _is_list(value):
-        return _finite(value, i, "rewards")
-    return tuple(_finite(v, i, f"rewards[{at}]") for at, v in enumerate(_listed(value, i, "rewards", length)))
+    if _items(value) is None:
+        return _finite(value, f"row {i}: rewards")
+    return tuple(_finite(v, f"row {i}: rewards[{at}]") for at, v in enumerate(_listed(value, i, "rewards", length)))
 
 
-def _logprobs(value: Any, i: int, mask: Sequence[Any]) -> tuple[float, ...] | Missing:
+def _logprobs(value: Any, i: int, mask: Sequence[int]) -> tuple[float, ...] | Missing:
     if value is None:
         return Missing("the generator returned no rollout_logprobs")
-    numbers = _listed(value, i, "rollout_logprobs", len(mask))
-    for at, (number, m) in enumerate(zip(numbers, mask, strict=True)):
-        if m and _finite(number, i, f"rollout_logprobs[{at}]") > 0:
-            raise ContractError(f"row {i}: rollout_logprobs[{at}] is {number!r}, must be <= 0")
-    return tuple(float(n) if m else 0.0 for n, m in zip(numbers, mask, strict=True))
+    items = _listed(value, i, "rollout_logprobs", len(mask))
+    logprobs = tuple(
+        _finite(item, f"row {i}: rollout_logprobs[{at}]") if m else 0.0
+        for at, (item, m) in enumerate(zip(items, mask, strict=True))
+    )
+    for at, logprob in enumerate(logprobs):
+        if logprob > 0:
+            raise ContractError(f"row {i}: rollout_logprobs[{at}] is {logprob}, must be <= 0")
+    return logprobs
 
 
 def _id_text(value: Any, i: int) -> str:
@@ -266,7 +351,7 @@ def _id_text(value: Any, i: int) -> str:
     raise ContractError(f"row {i}: trajectory_ids holds {value!r}; want instance_id and repetition_id")
 
 
-def _assign(steps: list[_Step], ids: Any, stepwise: bool, slots: Sequence[Slot]) -> list[list[_Step]]:
+def _assign(steps: list[_Step], ids: list[Any] | None, stepwise: bool, slots: Sequence[Slot]) -> list[list[_Step]]:
     """The rows of each slot, in order."""
     want = [slot.trajectory_id.to_string() for slot in slots]
     if not stepwise:
@@ -306,7 +391,7 @@ def _assign(steps: list[_Step], ids: Any, stepwise: bool, slots: Sequence[Slot])
 # ---- conversion
 
 
-def _trajectory(slot: Slot, steps: list[_Step], how: Conversion) -> Trajectory:
+def _trajectory(slot: Slot, steps: list[_Step], clock: _Clock, how: Conversion) -> Trajectory:
     maker = _Maker(slot, how)
     for step in steps:
         maker.add(step, last=step is steps[-1])
@@ -318,7 +403,7 @@ def _trajectory(slot: Slot, steps: list[_Step], how: Conversion) -> Trajectory:
         sample=slot.sample,
         attempt=slot.attempt,
         rows=maker.rows(),
-        turns=tuple(maker.turns),
+        turns=_timed(maker, clock),
         rewards=tuple(maker.rewards),
         outcome=outcome,
         scheduled_step=how.scheduled_step,
@@ -327,7 +412,16 @@ def _trajectory(slot: Slot, steps: list[_Step], how: Conversion) -> Trajectory:
         data_source=slot.data_source,
         prompt=slot.prompt,
         env_metrics=steps[-1].env_metrics,
-        seconds=sum(step.seconds for step in steps),
+        seconds=clock.whole,
+    )
+
+
+def _timed(maker: _Maker, clock: _Clock) -> tuple[Turn, ...]:
+    """The turns with their shares of the trajectory's seconds."""
+    tokens = sum(maker.tokens)
+    return tuple(
+        replace(turn, llm_seconds=clock.llm * length / tokens, env_seconds=clock.env / len(maker.turns))
+        for turn, length in zip(maker.turns, maker.tokens, strict=True)
     )
 
 
@@ -353,6 +447,8 @@ class _Maker:
         self._parent: int | None = None
         self._fork_point = 0
         self.turns: list[Turn] = []
+        self.tokens: list[int] = []
+        """Sampled tokens of each turn."""
         self.rewards: list[Reward] = []
 
     def rows(self) -> tuple[Row, ...]:
@@ -369,6 +465,7 @@ class _Maker:
                 self._spans.append(self._sampled(step, at, length, turn))
                 text = self._how.decode(ids) if self._how.decode is not None else ""
                 self.turns.append(Turn(turn, text, (), step.stop_reason))
+                self.tokens.append(length)
                 ends.append((at + length, turn))
             else:
                 self._spans.append(Span.observation(ids, len(self.turns) - 1 if self.turns else None))

@@ -79,7 +79,7 @@ def fit_run(run_dir: Path | str) -> RunFit:
         seed=settings.seed,
         work=work.model_copy(update={"refused_share": refused, "failed_share": failed}),
         engines=EngineModel(
-            replicas=settings.inference.replicas,
+            replicas=len(settings.inference.urls) or settings.inference.replicas,
             max_batch=settings.inference.max_batch_size,
             step_seconds=max(per_token, 1e-9),
             router=settings.inference.router.policy,

@@ -15,22 +15,23 @@ Refuses: judging whether the task is worth learning; changing the configuration.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from slipstream.algorithms.filters import cut_off, without_overlong
 from slipstream.config import dump_settings
 from slipstream.config.schedule_checks import outstanding_groups
 from slipstream.config.settings import RunSettings
 from slipstream.data.prompts import PromptDataset, PromptRow
+from slipstream.envs.registration import import_modules
 from slipstream.errors import EnvironmentFault, SlipstreamError
 from slipstream.ledger import LedgerReader, TokenAccount, TrajectoryRecord
 from slipstream.rollout.environment import EnvCounters, EnvSession
@@ -39,6 +40,7 @@ from slipstream.rollout.generator import make_env_factory
 from slipstream.trainers.checkpoint import CheckpointStore
 from slipstream.trainers.parts import handles_of
 from slipstream.trainers.replay import replay_update
+from slipstream.trainers.rules import unknown_metric
 from slipstream.trajectory import Missing, Trajectory
 
 SMOKE_STEPS = 3
@@ -201,8 +203,7 @@ def _reward(small: RunSettings, records: Sequence[TrajectoryRecord]) -> Iterator
 
 async def _repeat(small: RunSettings, members: Sequence[Trajectory]) -> list[Finding]:
     """The same actions in fresh environments: same observations, same rewards."""
-    for module in small.env.modules:
-        importlib.import_module(module)
+    import_modules(small.env.modules)
     rows = {row.uid: row for row in PromptDataset.load(small.data.train, env_class=small.env.id).rows}
     pool, findings, restored = EnvPool(2), [], 0
     try:
@@ -256,8 +257,11 @@ async def _repeat_one(
                 await session.restore(state)
             info = {"finish_reason": turn.finish_reason, "stop_reason": turn.stop_reason, "tokens": 0}
             step = await session.step(turn.action, info)
-            earned = {r.component: r.value for r in member.rewards if r.turn == turn.index}
-            if step.components != earned:
+            # What the run's own rules did to the rewards is not the environment's doing.
+            scored = member if small.algorithm.overlong.factor == 0 else without_overlong(member)
+            earned = {r.component: r.value for r in scored.rewards if r.turn == turn.index}
+            zeroed = small.algorithm.zero_reward_on_non_stop and cut_off(member)
+            if step.components != earned and not zeroed:
                 return f"turn {turn.index} earned {_shown(step.components)}, and {_shown(earned)} in the run"
             if step.observations != turn.observations:
                 return f"turn {turn.index} was answered differently"
@@ -341,12 +345,25 @@ def _bounds(settings: RunSettings, small: RunSettings, reader: LedgerReader) -> 
         f"{schedule.step_deadline_seconds:g} s"
     )
     rules = ", ".join(f"{r.metric} {_bound(r.above, r.below)} over {r.window} ({r.action})" for r in settings.rules)
+    yield from _rule_metrics(settings, {name for row in rows for name in row.values})
     if rules:
         yield Finding("bounds", "ok", f"the run ends by itself on {rules}, and on {stops}")
     else:
         yield Finding(
             "bounds", "warn", f"no metric ends the run (only {stops}); set rules, such as a floor on the reward"
         )
+
+
+def _rule_metrics(settings: RunSettings, seen: Collection[str]) -> Iterator[Finding]:
+    """Rules on metrics that will not come; the smoke job evaluates nothing, so it cannot know those of evaluations."""
+    evaluates = settings.eval.every_steps > 0 and bool(settings.data.eval)
+    unknown = [
+        unknown_metric(rule.metric, seen)
+        for rule in settings.rules
+        if rule.metric not in seen and not (evaluates and rule.metric.startswith("eval/"))
+    ]
+    if unknown:
+        yield Finding("bounds", "warn", f"rules on metrics that the smoke job did not have: {'; '.join(unknown)}")
 
 
 _PAUSES = {"keep": "freeze and go on under the new weights", "wait": "finish first", "abort": "end and be asked again"}

@@ -10,6 +10,7 @@ two of them leaves the previous checkpoint in charge.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -82,11 +83,12 @@ class CheckpointStore:
                 os.rename(target, self._aside(name))
             os.rename(staging, target)
             _fsync(self.root)
-            self.point_to(name)
+            self._point_to(name)
             self._put_back()
         except OSError as error:
             shutil.rmtree(staging, ignore_errors=True)
-            self._put_back()
+            with contextlib.suppress(OSError):  # ``latest`` tries again
+                self._put_back()
             raise CheckpointError(
                 f"checkpoint {target} could not be written ({error}); earlier checkpoints are untouched. "
                 "Free disk space or change run_dir, then run the same command again"
@@ -95,7 +97,15 @@ class CheckpointStore:
         return target
 
     def point_to(self, name: str) -> None:
-        """Make ``name`` the checkpoint that a resume takes."""
+        """Make ``name`` the checkpoint that a resume takes; raises ``CheckpointError`` when that cannot be written."""
+        try:
+            self._point_to(name)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.root / _POINTER} could not be written ({error}); free disk space, then write {name!r} into it"
+            ) from error
+
+    def _point_to(self, name: str) -> None:
         temporary = self.root / f".{_POINTER}-{os.getpid()}"
         with temporary.open("w") as file:
             file.write(name)
@@ -123,7 +133,7 @@ class CheckpointStore:
 
     def names(self) -> list[str]:
         """Names of all complete-looking checkpoints, oldest first (by modification of the manifest)."""
-        if not self.root.exists():
+        if not self.root.is_dir():
             return []
         manifests = [p / _MANIFEST for p in self.root.iterdir() if not p.name.startswith(".") and p.is_dir()]
         present = [m for m in manifests if m.exists()]
@@ -142,8 +152,10 @@ class CheckpointStore:
             name = pointer.read_text().strip()
         except FileNotFoundError:
             return next(reversed(self.names()), None)
-        except ValueError as error:
-            raise CheckpointError(f"{pointer} is corrupt ({error}){self._older('')}") from error
+        except NotADirectoryError:
+            return None  # no store yet; a save says what stands in its place
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{pointer} is unreadable or corrupt ({error}){self._older('')}") from error
         if not name or not (self.root / name).is_dir():
             raise CheckpointError(f"{pointer} names {name!r}, which is no checkpoint here{self._older(name)}")
         return name
@@ -154,22 +166,34 @@ class CheckpointStore:
         Raises ``CheckpointError`` naming the damaged file and an older checkpoint to go back to, if any: a
         corrupt checkpoint is never skipped in silence.
         """
-        self._put_back()
+        try:
+            self._put_back()
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.root}: a checkpoint that was being replaced cannot be put back ({error}); make the directory "
+                "writable"
+            ) from error
         name = self._pointer()
         return None if name is None else self.open(name)
 
     def open(self, name: str) -> Checkpoint:
-        """Verify every hash and return the checkpoint."""
+        """Verify every hash and return the checkpoint; raises ``CheckpointError`` naming the damaged file."""
         directory = self.root / name
         try:
-            digests: dict[str, str] = json.loads((directory / _MANIFEST).read_text())
+            digests = json.loads((directory / _MANIFEST).read_text())
+            if not isinstance(digests, dict) or _STATE not in digests:
+                raise ValueError(f"it is no list of files with {_STATE}")
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{directory}: no readable manifest ({error}){self._older(name)}") from error
         for relative, expected in digests.items():
             path = directory / relative
-            if not path.exists():
-                raise CheckpointError(f"{path}: missing from the checkpoint{self._older(name)}")
-            if _digest(path) != expected:
+            try:
+                found = _digest(path)
+            except FileNotFoundError:
+                raise CheckpointError(f"{path}: missing from the checkpoint{self._older(name)}") from None
+            except OSError as error:
+                raise CheckpointError(f"{path}: cannot be read ({error}){self._older(name)}") from error
+            if found != expected:
                 raise CheckpointError(f"{path}: does not match its hash, so it is corrupt{self._older(name)}")
         return Checkpoint(directory, json.loads((directory / _STATE).read_text()))
 

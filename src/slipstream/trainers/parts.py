@@ -16,6 +16,7 @@ from typing import Any
 from slipstream.algorithms.advantages import ADVANTAGES
 from slipstream.algorithms.check import reported_tokens
 from slipstream.algorithms.losses import LOSSES
+from slipstream.algorithms.registry import import_function
 from slipstream.config import resolve_settings
 from slipstream.config.schedule_checks import samples_ahead
 from slipstream.config.settings import RunSettings
@@ -233,13 +234,7 @@ def _imported(path: str | None) -> Any:
     """What ``rollout.generator`` names."""
     if path is None:
         return None
-    import importlib
-
-    module, _, name = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise SettingsError(f"rollout.generator={path!r} cannot be imported ({error}); write MODULE:NAME") from error
+    return import_function(path, "rollout.generator")
 
 
 def _adapted(own: Any, parts: Parts) -> Generator:

@@ -18,6 +18,7 @@ from typing import Any
 from slipstream.config import load_settings
 from slipstream.config.settings import RunSettings
 from slipstream.errors import SettingsError
+from slipstream.ledger.journal import write_atomically
 from slipstream.trainers.progress import RunResult
 from slipstream.trainers.run import train
 
@@ -44,11 +45,16 @@ def quickstart_settings(seed: int = 0, full: bool = False, run_dir: Path | None 
     """
     files = [_HERE / "quickstart.yaml", *([_HERE / "quickstart_full.yaml"] if full else [])]
     directory = run_dir if run_dir is not None else Path("runs") / f"quickstart{'-full' if full else ''}-seed{seed}"
-    return load_settings(files, [f"seed={seed}", f"run_dir={directory}"]).settings
+    # Not an override: that would be read as YAML, and a path may hold anything.
+    return load_settings(files, [f"seed={seed}"]).settings.model_copy(update={"run_dir": directory.expanduser()})
 
 
 def quickstart(seed: int = 0, full: bool = False, run_dir: Path | None = None) -> QuickstartResult:
-    """Train, evaluate, write ``summary.json`` and ``report.html``; resumes an interrupted quickstart."""
+    """Train, evaluate, write ``summary.json`` and ``report.html``; resumes an interrupted quickstart.
+
+    Raises ``SettingsError`` when ``runs/quickstart`` cannot be made a link, ``LedgerError`` when the summary cannot be
+    written, and what ``train`` raises.
+    """
     settings = quickstart_settings(seed, full, run_dir)
     if run_dir is None:
         _link(Path("runs") / "quickstart", settings.run_dir)
@@ -56,9 +62,7 @@ def quickstart(seed: int = 0, full: bool = False, run_dir: Path | None = None) -
     summary = _summary(settings, result)
     path = result.run_dir / SUMMARY
     if result.finished:
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(summary, indent=1) + "\n")
-        os.replace(temporary, path)
+        write_atomically(path, f"{json.dumps(summary, indent=1)}\n".encode(), "free space, then run it again")
     return QuickstartResult(summary, path, result.report, _words(summary, result), result.finished, result.stop_reason)
 
 
@@ -66,10 +70,17 @@ def _link(link: Path, target: Path) -> None:
     """Point ``link`` at ``target``, atomically; a real directory of that name is somebody's work and stays."""
     if link.exists() and not link.is_symlink():
         raise SettingsError(f"{link} is a directory of its own; move it away, or choose another with --run-dir")
-    link.parent.mkdir(parents=True, exist_ok=True)
     temporary = link.with_name(f".{link.name}-{os.getpid()}")
-    temporary.symlink_to(target.name, target_is_directory=True)
-    os.replace(temporary, link)
+    try:
+        link.parent.mkdir(parents=True, exist_ok=True)
+        temporary.unlink(missing_ok=True)  # of a dead process that had this id
+        temporary.symlink_to(target.name, target_is_directory=True)
+        os.replace(temporary, link)
+    except OSError as error:
+        raise SettingsError(
+            f"{link} cannot be made a link to the run ({error}); make {link.parent} a directory that can be written, "
+            "or choose another place with --run-dir"
+        ) from error
 
 
 def _summary(settings: RunSettings, result: RunResult) -> dict[str, Any]:

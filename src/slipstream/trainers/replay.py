@@ -13,15 +13,16 @@ import asyncio
 import hashlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from slipstream.algorithms.filters import apply_filters
+from slipstream.algorithms.filters import apply_filters, stand_ins, without_overlong
 from slipstream.config import load_settings, resolve_settings
 from slipstream.config.settings import RunSettings
+from slipstream.envs.registration import import_modules
 from slipstream.errors import CheckpointError, LedgerError
 from slipstream.ledger import Event, LedgerReader
 from slipstream.trainers.callbacks import Callback, Control, StepInfo
@@ -40,7 +41,10 @@ COUNTS_OF_THE_SCHEDULE = ("schedule/",)
 
 @dataclass(frozen=True)
 class RunVerdict:
-    """``differing`` are the steps whose content is not equal; ``weights`` compares the exported models, if both are."""
+    """``differing`` are the steps whose content is not equal, or that one side lacks.
+
+    ``evaluations_equal`` asks for the same ones on both sides; ``weights`` compares the exported models, if both are.
+    """
 
     steps: int
     differing: Sequence[int]
@@ -76,7 +80,7 @@ def replay_run(run_dir: Path, into: Path | None = None) -> RunVerdict:
     )
     last = _StopAfter(len(recording.steps), settings.schedule.steps)
     asyncio.run(Run(settings, [last], recording=recording).run())
-    return _compare(run_dir, target, len(recording.steps))
+    return _compare(run_dir, target, len(recording.steps), whole=len(recording.steps) >= settings.schedule.steps)
 
 
 class _StopAfter(Callback):
@@ -94,17 +98,23 @@ def _settings(run_dir: Path) -> RunSettings:
     path = run_dir / "settings.yaml"
     if not path.is_file():
         raise LedgerError(f"{path} is missing; is {run_dir} a run directory?")
-    return load_settings([path], []).settings
+    settings = load_settings([path], []).settings
+    import_modules(settings.env.modules)
+    return settings
 
 
-def _compare(first: Path, second: Path, steps: int) -> RunVerdict:
+def _compare(first: Path, second: Path, steps: int, *, whole: bool) -> RunVerdict:
+    """Unless the ``whole`` run was recorded, the replay has no evaluation after its last step."""
     one, other = LedgerReader(first), LedgerReader(second)
     mine, theirs = (reader.step_digests(without=COUNTS_OF_THE_SCHEDULE) for reader in (one, other))
-    differing = [step for step in range(1, steps + 1) if mine.get(step) != theirs.get(step)]
+    there = mine.keys() & theirs.keys()
+    differing = [step for step in range(1, steps + 1) if step not in there or mine[step] != theirs[step]]
     scores = [{_name(e): e.data["scores"] for e in r.events("eval", live_only=True)} for r in (one, other)]
-    equal = all(scores[0][name] == scores[1][name] for name in scores[0].keys() & scores[1].keys())
+    if not whole:
+        scores = [{name: s for name, s in held.items() if name[::2] != (steps, "rl")} for held in scores]
     weights = [_weights_digest(path) for path in (first, second)]
-    return RunVerdict(steps, differing, equal, None if None in weights else weights[0] == weights[1], second)
+    same = None if None in weights else weights[0] == weights[1]
+    return RunVerdict(steps, differing, scores[0] == scores[1], same, second)
 
 
 def _name(event: Event) -> tuple[Any, ...]:
@@ -162,7 +172,8 @@ async def _replay_update(run_dir: Path, step: int) -> UpdateVerdict:
     reader = LedgerReader(run_dir)
     events = {event.step: event for event in reader.events("step", live_only=True)}
     found = _checkpoint_before(run_dir, step)
-    settings = RunSettings.model_validate(found.state["settings"]) if found else resolve_settings(_settings(run_dir), 0)
+    first = _settings(run_dir)
+    settings = RunSettings.model_validate(found.state["settings"]) if found else resolve_settings(first, 0)
     done = int(found.state["progress"]["rl_steps"]) if found else 0
     if found is None and settings.sft.steps:
         raise CheckpointError(
@@ -178,7 +189,11 @@ async def _replay_update(run_dir: Path, step: int) -> UpdateVerdict:
             if number not in events:
                 raise LedgerError(f"{run_dir}: the ledger has no live record of step {number}")
             groups = list(_selected(reader, events[number]))
+            if settings.algorithm.overlong.factor > 0:
+                groups = [replace(g, members=tuple(without_overlong(m) for m in g.members)) for g in groups]
             filtered = apply_filters(groups, settings.algorithm, settings.rollout)
+            if settings.algorithm.dynamic_sampling.kind == "replace":
+                filtered = stand_ins(filtered, settings.schedule.prompts_per_step)
             result = await update(filtered, number - 1, str(events[number].data["weight_version_before"]))
         return _judge(reader, result, step, found.directory.name if found else "the first weights", step - done)
     finally:

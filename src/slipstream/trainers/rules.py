@@ -4,8 +4,10 @@ Owns: watching the metrics of steps and evaluations, the verdict and its evidenc
 Refuses: ending anything itself (``Control`` does, at the next step border).
 
 A rule takes the mean of a metric over its last ``window`` values, those of earlier starts of the run included, once
-there are so many.  ``rollback`` names a checkpoint of the run's lineage from before the window began: this start ends,
-and the next one goes on from there.
+there are so many; what is no number is out of bounds.  ``rollback`` names a checkpoint of the run's lineage from before
+the window began: this start ends, and the next one goes on from there.
+
+A metric that has not come in ``window`` steps (``eval/``: evaluations), or in the whole run, is warned of.
 
 >>> rule = RuleSettings(metric="reward/avg_raw_reward", below=0.1, window=2)
 >>> verdict(rule, [0.5, 0.2]), verdict(rule, [0.1, 0.05])
@@ -14,8 +16,10 @@ and the next one goes on from there.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+import difflib
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 
 from slipstream.config.settings import RuleSettings
@@ -29,7 +33,9 @@ def verdict(rule: RuleSettings, values: Sequence[float]) -> str | None:
     if len(values) < rule.window:
         return None
     mean = fmean(list(values)[-rule.window :])
-    if rule.above is not None and mean > rule.above:
+    if math.isnan(mean):
+        bound = "which is no number"
+    elif rule.above is not None and mean > rule.above:
         bound = f"above {rule.above:g}"
     elif rule.below is not None and mean < rule.below:
         bound = f"below {rule.below:g}"
@@ -37,6 +43,12 @@ def verdict(rule: RuleSettings, values: Sequence[float]) -> str | None:
         return None
     over = "" if rule.window == 1 else f" over the last {rule.window} values"
     return f"{rule.metric} was {mean:.4g}{over}, {bound}"
+
+
+def unknown_metric(metric: str, known: Collection[str]) -> str:
+    """That a metric has not come, and which ones like it have."""
+    near = difflib.get_close_matches(metric, sorted(known), n=3)
+    return f"{metric} has not come" + (f" (there is {', '.join(near)})" if near else "")
 
 
 class RuleKeeper(Callback):
@@ -47,6 +59,9 @@ class RuleKeeper(Callback):
         self._ledger, self._store = ledger, store
         longest = max((rule.window for rule in rules), default=1)
         self._values: dict[str, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=longest))
+        self._known: set[str] = set()
+        self._missed: Counter[str] = Counter()
+        self._told: set[str] = set()
 
     def on_train_start(self, info: StepInfo, control: Control) -> None:
         if not self.rules:
@@ -61,11 +76,33 @@ class RuleKeeper(Callback):
     def on_step_end(self, info: StepInfo, control: Control) -> None:
         if info.phase == "rl":
             self._judge(info, control)
+            self._miss(info.step, evaluated=False)
 
     def on_eval_end(self, info: StepInfo, control: Control) -> None:
         self._judge(StepInfo(info.phase, info.step, info.total_steps, _only_eval(info.metrics)), control)
+        self._miss(info.step, evaluated=True)
+
+    def on_train_end(self, info: StepInfo, control: Control) -> None:
+        for rule in self.rules if info.step >= info.total_steps else ():
+            self._tell(rule.metric, info.step)
+
+    def _miss(self, step: int, *, evaluated: bool) -> None:
+        """Count how often what has not come could have."""
+        rules = [rule for rule in self.rules if rule.metric.startswith("eval/") == evaluated]
+        self._missed.update({rule.metric for rule in rules})
+        for rule in rules:
+            if self._missed[rule.metric] >= rule.window:
+                self._tell(rule.metric, step)
+
+    def _tell(self, metric: str, step: int) -> None:
+        """Warn, once, of a rule that watches nothing."""
+        if metric not in self._known and metric not in self._told:
+            self._told.add(metric)
+            words = f"a rule watches a metric that is not there: {unknown_metric(metric, self._known)} by step {step}"
+            self._ledger.event("warning", message=words)
 
     def _note(self, metrics: Mapping[str, float], step: int) -> None:
+        self._known |= metrics.keys()
         for name in {rule.metric for rule in self.rules} & metrics.keys():
             self._values[name].append((step, float(metrics[name])))
 

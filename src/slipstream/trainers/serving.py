@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from slipstream.config.settings import RunSettings
 from slipstream.inference.launch.engines import Returned
@@ -27,12 +27,14 @@ from slipstream.inference.types import Engine
 from slipstream.rollout.types import sampling_spec
 from slipstream.trajectory import WeightVersion
 from slipstream.weights import (
+    AdapterTransport,
     DeltaTransport,
     DiskTransport,
     GlooTransport,
     InProcessTransport,
     MemoryTransport,
     NativeTransport,
+    Probe,
     Publisher,
     Receipt,
     Replica,
@@ -49,12 +51,19 @@ class Serving:
     engine: Engine
     publisher: Publisher
     pool: ReplicaPool | None = None
+    exported: Literal["policy", "adapter"] = "policy"
+    """Which of the trainer's weights it takes."""
 
-    async def publish(self, export: Callable[[], Export], version: WeightVersion | str) -> Sequence[Receipt]:
-        """Publish to every replica; raises ``PublishError`` when none took the version."""
+    async def publish(
+        self, export: Callable[[], Export], version: WeightVersion | str, *, probe: Probe | None = None
+    ) -> Sequence[Receipt]:
+        """Publish to every replica, with a probe for those whose checksums cannot be compared.
+
+        Raises ``PublishError`` when none took the version.
+        """
         if self.pool is None:
-            return await self.publisher.publish(export(), version)
-        return await publish_to_pool(self.pool, self.publisher, export, version)
+            return await self.publisher.publish(export(), version, probe=probe)
+        return await publish_to_pool(self.pool, self.publisher, export, version, probe=probe)
 
 
 def build_transport(settings: RunSettings) -> Transport:
@@ -71,6 +80,8 @@ def build_transport(settings: RunSettings) -> Transport:
         return NativeTransport(kind, dtype, address=inference.transfer_host)
     folder = transfer_dir(settings) / "weights"
     folder.mkdir(parents=True, exist_ok=True)
+    if kind == "adapter":
+        return AdapterTransport(folder, dtype=dtype)
     return DiskTransport(folder, dtype) if kind == "disk" else DeltaTransport(folder, dtype)
 
 
@@ -123,6 +134,7 @@ async def open_serving(
             returns.append("kept_sets")
         if settings.training.routing_replay:
             returns.append("routed_experts")
+        adapter = settings.training.lora.rank if kind == "adapter" else None
         pool = build_pool(
             inference,
             _model_directory(settings),
@@ -131,6 +143,7 @@ async def open_serving(
             transfer_dir=folder,
             weight_transfer="nccl" if kind == "nccl" else "ipc" if kind == "ipc" else "slipstream",
             returns=returns,
+            adapter_rank=adapter,
         )
         await pool.start()
         stack.push_async_callback(pool.close)
@@ -144,7 +157,7 @@ async def open_serving(
         link(pool, publisher)
         pool.on_change = lambda member: warn(f"replica {member.name} is {member.state} {member.reason}".rstrip())
         pool.on_router = warn
-        yield Serving(pool.engine, publisher, pool)
+        yield Serving(pool.engine, publisher, pool, "adapter" if adapter else "policy")
 
 
 def _model_directory(settings: RunSettings) -> str:

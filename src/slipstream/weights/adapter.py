@@ -1,14 +1,19 @@
 """LoRA adapters for vLLM: a few megabytes in place of all the weights.
 
 Owns: writing an adapter in peft's format, and having vLLM load it under one name in the place of the one before.
-Refuses: engines without LoRA (they are sent merged weights by any other transport); checksums: vLLM does not say what
-an adapter holds, so a publish of adapters is verified by a probe; requests that a pause keeps: in vLLM each goes on
-with the adapter that it began with, under the new version's name.
+Refuses: engines without LoRA (they are sent merged weights by any other transport); requests that a pause keeps: in
+vLLM each goes on with the adapter that it began with, under the new version's name.
 
 The one before is unloaded first.  vLLM's own way of loading in place marks the adapter to be read from disk again for
-every batch that uses it.
+every batch that uses it.  It is loaded when the update has been finished, which only gives the version its name: there
+vLLM (0.32) drops every adapter from its workers, and what is read back has to be what requests will meet.
 
-Launch vLLM with ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``; requests name the adapter as their
+Verified like whole weights where vLLM runs with this package's plug-in: the adapter is read back from the buffers that
+vLLM multiplies with.  So B is sent with its scale in it (vLLM would multiply it in by itself, and other bytes come
+back).  Without the plug-in, and where several workers hold parts, a publish needs a probe.
+
+Launch vLLM with ``--enable-lora``, ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` and some ``--weight-transfer-config``
+(without one it takes no update at all), as ``inference.transport=adapter`` does; requests name the adapter as their
 ``model``.
 """
 
@@ -23,9 +28,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from slipstream.errors import PublishError, RequestError
 from slipstream.inference.client import write_safetensors
+from slipstream.inference.launch.engines import ADAPTER
 from slipstream.inference.types import Engine
 from slipstream.weights.transport import Export, Staged, collect, stage_tensors
 from slipstream.weights.wire import abandon, slug
+
+_A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 @runtime_checkable
@@ -36,21 +44,21 @@ class _Callable(Protocol):
 class AdapterTransport:
     """Adapters as directories that both sides see.
 
+    An export holds peft's tensors, ``....lora_A.weight`` ``(r, in)`` and ``....lora_B.weight`` ``(out, r)``, the scale
+    ``alpha / r`` multiplied into B.
+
     Args:
         directory: where they are written.
-        config: peft's ``adapter_config.json`` as a mapping (``r``, ``lora_alpha``, ``target_modules``, ...).
         lora_name: what requests call it.
         dtype: as for ``InProcessTransport``.
     """
 
     name = "adapter"
     continues = False
+    after_finish = True
 
-    def __init__(
-        self, directory: Path, config: Mapping[str, Any], *, lora_name: str = "policy", dtype: str | None = None
-    ) -> None:
+    def __init__(self, directory: Path, *, lora_name: str = ADAPTER, dtype: str | None = None) -> None:
         self._directory = directory
-        self._config = {"peft_type": "LORA", **config}
         self._lora_name = lora_name
         self._dtype = dtype
         self._folders: set[Path] = set()
@@ -62,13 +70,14 @@ class AdapterTransport:
             PublishError: the export is no adapter, or it cannot be written; nothing is left of it.
         """
         staged = stage_tensors(version, collect(export, self._dtype))
-        wrong = [name for name in staged.tensors if ".lora_" not in name]
+        wrong = [name for name in staged.tensors if not name.endswith((_A, _B))]
         if wrong:
             raise PublishError(f"{wrong[0]} is no part of an adapter; publish merged weights by another transport")
         folder = self._directory / f"adapter-{slug(version)}"
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
         try:
             folder.mkdir(parents=True)
-            (folder / "adapter_config.json").write_text(json.dumps(self._config))
+            (folder / "adapter_config.json").write_text(json.dumps(_config(staged.tensors)))
             write_safetensors(folder / "adapter_model.safetensors", staged.tensors)
         # safetensors raises a class of its own for a failed write.
         except Exception as error:
@@ -99,3 +108,19 @@ class AdapterTransport:
         """Delete every directory that is left."""
         while self._folders:
             shutil.rmtree(self._folders.pop(), ignore_errors=True)
+
+
+def _config(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Peft's description, read off the tensors; alpha is the rank, since the scale is in B."""
+    ranks = {name: int(tensor.shape[0]) for name, tensor in tensors.items() if name.endswith(_A)}
+    modules = sorted({name.removesuffix(_A).rpartition(".")[2] for name in ranks})
+    rank = max(ranks.values(), default=0)
+    own = {name.removesuffix(_A).removeprefix("base_model.model."): r for name, r in ranks.items() if r != rank}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": modules,
+        **({"rank_pattern": own, "alpha_pattern": own} if own else {}),
+    }

@@ -61,6 +61,7 @@ class DeltaTransport:
 
     name = "delta"
     continues = True
+    after_finish = False
 
     def __init__(
         self,

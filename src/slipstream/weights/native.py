@@ -94,6 +94,7 @@ class NativeTransport:
     """
 
     continues = True
+    after_finish = False
 
     def __init__(
         self,

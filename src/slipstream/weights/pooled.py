@@ -26,6 +26,7 @@ from slipstream.weights.publisher import Publisher
 from slipstream.weights.receipt import Receipt
 from slipstream.weights.replica import Replica
 from slipstream.weights.transport import Export
+from slipstream.weights.verify import Probe
 
 FRESH = "restarted before anything was published; waits for the first publish"
 
@@ -46,11 +47,11 @@ class PooledReplica(Replica):
 
     def serve(self, version: str) -> None:
         super().serve(version)
-        self.pool.admit(self.member)
+        self.pool.admit(self.member, version)
 
     def park(self, version: str, reason: str) -> None:
         super().park(version, reason)
-        self.pool.withdraw(self.member, reason, drain=False)
+        self.pool.withdraw(self.member, reason, drain=True)
 
     def quarantine(self, reason: str) -> None:
         super().quarantine(reason)
@@ -74,7 +75,13 @@ def link(pool: ReplicaPool, publisher: Publisher) -> None:
             version = await member.engine.weight_version()
             replicas[member.name].park(version, FRESH)
             return
-        await publisher.readmit(member.name)
+        try:
+            await publisher.readmit(member.name)
+        except Exception as error:
+            # Fault boundary: a receipt that cannot be written is no fault of the replica's; the next publish raises it.
+            if isinstance(error, PublishError) or replicas[member.name].state != "serving":
+                raise
+            pool.remember(error)
 
     pool.on_down, pool.resync = on_down, resync
 
@@ -92,6 +99,7 @@ async def publish_to_pool(
     export: Callable[[], Export],
     version: WeightVersion | str,
     *,
+    probe: Probe | None = None,
     seconds: float = 1800.0,
     attempts: int = 3,
 ) -> Sequence[Receipt]:
@@ -102,12 +110,15 @@ async def publish_to_pool(
         publisher: over the pool's replicas.
         export: makes a fresh export for each attempt; the weights must not change meanwhile.
         version: the same for every attempt, since the weights are.
+        probe: for replicas whose checksums cannot be compared.
         seconds: deadline of all attempts.
         attempts: a replica may die in the middle of each.
 
     Raises:
         PublishError: no replica took the version, or none came back in time.
+        Exception: what a listener of the pool has failed with since the last publish, such as ``LedgerError``.
     """
+    pool.raise_untold()
     try:
         async with asyncio.timeout(seconds):
             for left in reversed(range(attempts)):
@@ -115,7 +126,7 @@ async def publish_to_pool(
                 # Not until one is routed to: one that was restarted before the first publish waits for that itself.
                 await pool.wait_until(lambda: any(replica.state != "quarantined" for replica in publisher.replicas))
                 try:
-                    return await publisher.publish(export(), version)
+                    return await publisher.publish(export(), version, probe=probe)
                 except PublishError:
                     # Worth another attempt only when a process died under it and will be back.
                     if not left or not any(member.state in ("down", "starting") for member in pool.members):

@@ -320,9 +320,12 @@ class Publisher:
                 if not progress.opened:
                     raise
         progress.opened = True
-        await self._transport.send(staged, replica.engine)
+        if not self._transport.after_finish:
+            await self._transport.send(staged, replica.engine)
         await replica.engine.finish_weight_update(staged.version)
         progress.opened = False
+        if self._transport.after_finish:
+            await self._transport.send(staged, replica.engine)
 
     async def _run_probe(
         self, replica: Replica, unknown: Verification, staged: Staged, probe: Probe | None
@@ -369,7 +372,10 @@ class Publisher:
     async def _quarantine(self, replica: Replica, progress: _Progress) -> None:
         progress.result = "quarantined"
         replica.quarantine(progress.faults[-1] if progress.faults else "unknown weights")
-        # The gate is shut already; stopping the engine only spares its work, and it may be dead.
+        await self._stop(replica)
+
+    async def _stop(self, replica: Replica) -> None:
+        """End what it has, also what only queued there: its gate is shut, and nobody else would.  It may be dead."""
         for stop in (replica.engine.pause("abort"), replica.engine.abort(None)):
             with contextlib.suppress(_Fault):
                 await _within(min(5.0, self._deadlines.resume), "stop", stop)
@@ -391,10 +397,9 @@ class Publisher:
         if not others_advanced or self._lagging == "serve":
             await self._resume(replica, progress, held)
             return
-        # Requests frozen by the pause would wait for the next publish; they end here with what they have.
-        with contextlib.suppress(_Fault):
-            await _within(self._deadlines.resume, "pause(abort)", replica.engine.pause("abort"))
+        # The gate first: whoever is asked again meanwhile must go elsewhere, and not queue here for the next publish.
         replica.park(held, f"it could not take {version} and holds {held}")
+        await self._stop(replica)
 
     def _receipt(self, replica: Replica, progress: _Progress, staged: Staged) -> Receipt:
         receipt = Receipt(

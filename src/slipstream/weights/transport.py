@@ -55,13 +55,15 @@ class Transport(Protocol):
     """How receipts call it."""
     continues: bool
     """Whether requests that a pause keeps go on under the new weights, so that their tokens' versions stay true."""
+    after_finish: bool
+    """Whether ``send`` comes after ``finish_weight_update`` and not before it."""
 
     def stage(self, version: str, export: Export) -> Staged:
         """Make the weights sendable.  Runs in a worker thread, before any replica is paused."""
         ...
 
     async def send(self, staged: Staged, engine: Engine) -> None:
-        """Hand every tensor to one engine, between its ``start_weight_update`` and ``finish_weight_update``."""
+        """Hand every tensor to one paused engine: before its ``finish_weight_update``, or ``after_finish``."""
         ...
 
     async def abandon(self, engine: Engine) -> None:
@@ -180,6 +182,7 @@ class InProcessTransport:
 
     name = "in_process"
     continues = True
+    after_finish = False
 
     def __init__(self, dtype: str | None = None, chunk_bytes: int = 1 << 28, recycle: bool = True) -> None:
         self._dtype = dtype

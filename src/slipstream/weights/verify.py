@@ -63,7 +63,8 @@ class Probe:
             request = GenerateRequest(
                 f"probe-{label}-{i}",
                 tuple(ids),
-                sampling=SamplingSpec(temperature=0),
+                # Nothing is sampled for its own sake.  A vLLM that returns kept sets refuses greedy requests.
+                sampling=SamplingSpec(temperature=1.0, top_k=1),
                 max_tokens=1,
                 prompt_logprobs=True,
                 # A salt of its own: nothing that other weights computed may be reused.

@@ -92,6 +92,7 @@ class DiskTransport:
 
     name = "disk"
     continues = True
+    after_finish = False
 
     def __init__(self, directory: Path, dtype: str | None = None) -> None:
         self._directory = directory
@@ -149,6 +150,7 @@ class MemoryTransport:
 
     name = "memory"
     continues = True
+    after_finish = False
 
     def __init__(self, dtype: str | None = None) -> None:
         self._dtype = dtype
@@ -203,6 +205,7 @@ class GlooTransport:
 
     name = "gloo"
     continues = True
+    after_finish = False
 
     def __init__(
         self,

@@ -16,14 +16,14 @@ _RAY = "there is no Ray cluster in this release"
 
 VARIABLES: Mapping[str, str] = {
     "SKYRL_RAY_PG_TIMEOUT_IN_S": _RAY,
-    "SKYRL_WORKER_NCCL_TIMEOUT_IN_S": "there is one worker and no NCCL; schedule.step_deadline_seconds bounds a step",
-    "SKYRL_VLLM_DP_PORT_OFFSET": "no vLLM process is launched in this release",
-    "SKYRL_WAIT_UNTIL_INFERENCE_SERVER_HEALTHY_TIMEOUT_S": "inference.request_timeout_seconds bounds every request",
+    "SKYRL_WORKER_NCCL_TIMEOUT_IN_S": "there is one worker; schedule.step_deadline_seconds bounds a step",
+    "SKYRL_VLLM_DP_PORT_OFFSET": "every engine that is started takes a free port",
+    "SKYRL_WAIT_UNTIL_INFERENCE_SERVER_HEALTHY_TIMEOUT_S": "inference.launch.ready_seconds bounds an engine's start",
     "SKYRL_HTTP_CONNECTION_LIMIT": "rollout.concurrency bounds the trajectories in flight",
     "SKYRL_GENERATE_CONCURRENCY_PER_ENGINE": "rollout.concurrency and inference.max_batch_size bound it",
     "SKYRL_LD_LIBRARY_PATH_EXPORT": _RAY,
     "SKYRL_PYTHONPATH_EXPORT": _RAY,
-    "SKYRL_DUMP_INFRA_LOG_TO_STDOUT": "there are no other processes whose logs could be shown",
+    "SKYRL_DUMP_INFRA_LOG_TO_STDOUT": "the logs of engines that are started lie in run_dir/engines",
     "SKYRL_DISABLE_SPEC": "speculative decoding is not in this release",
 }
 

@@ -97,6 +97,12 @@ def _local(value: Any, view: View) -> None:
         raise Unsupported("no address of an engine was given", ELSEWHERE)
 
 
+def _shared_directory(value: Any, view: View) -> Any:
+    if isinstance(value, str) and "://" in value:
+        raise Unsupported("packets lie in a directory that trainer and engines see", "give a path, not an object store")
+    return {} if value is None else value
+
+
 def _environment(value: Any, view: View) -> dict[str, Any]:
     """``environment.skyrl_gym.NAME.OPTION`` becomes ``env.kwargs.OPTION``, if NAME is the run's environment."""
     name, _, option = view.key.removeprefix("environment.skyrl_gym.").partition(".")
@@ -233,7 +239,7 @@ _ENGINES = [
             only("vllm", reason="the only contract is vLLM's", suggestion="use vllm"),
         ),
     ),
-    Rule(f"{ENGINE}.run_engines_locally", True, Met("the engine runs in this process, or where the URLs say", _local)),
+    Rule(f"{ENGINE}.run_engines_locally", True, Met("engines are started here, or reached where the URLs say", _local)),
     Rule(f"{ENGINE}.num_engines", 1, Mapped("inference.replicas")),
     *under(
         ENGINE,
@@ -306,26 +312,42 @@ _ENGINES = [
     Rule(
         f"{ENGINE}.weight_sync_backend",
         "nccl",
-        Met(
-            "inference.transport says how weights travel; they are verified after every publish",
-            only("nccl", reason="delta weight sync is chosen by name", suggestion="set inference.transport=delta"),
+        Mapped(
+            "inference.transport",
+            one_of({"nccl": {}, "delta": "delta"}, "there is no such transport", "set inference.transport"),
+            "nccl leaves the default, which is memory on one machine",
         ),
     ),
-    Rule(f"{ENGINE}.weight_transfer_threshold_cuda_ipc_GB", 1.0, Met("weights are handed over without CUDA IPC")),
-    Rule(f"{ENGINE}.delta_weight_sync", None, Idle(f"{ENGINE}.weight_sync_backend=delta")),
+    Rule(
+        f"{ENGINE}.weight_transfer_threshold_cuda_ipc_GB",
+        1.0,
+        Met("vLLM's own CUDA IPC (inference.transport=ipc) sizes its batches itself; the weights are the same"),
+    ),
+    Rule(
+        f"{ENGINE}.delta_weight_sync",
+        None,
+        Refused("it is a section", "set its keys, such as delta_weight_sync.sync_dir", off=({},)),
+    ),
+    Rule(
+        f"{ENGINE}.delta_weight_sync.sync_dir",
+        None,
+        Mapped("inference.transfer_dir", _shared_directory, gate=(f"{ENGINE}.weight_sync_backend", "delta")),
+    ),
+    *under(
+        f"{ENGINE}.delta_weight_sync",
+        {"local_checkpoint_dir": None, "publish_staging_dir": None},
+        Met("packets are written where they are read, and an engine keeps what they lead to in memory"),
+    ),
     *under(
         f"{ENGINE}.delta_weight_sync",
         {
-            "sync_dir": None,
-            "local_checkpoint_dir": None,
-            "publish_staging_dir": None,
             "max_file_size_in_gb": 1.0,
             "cloud_download_workers": 4,
             "publish_num_workers": None,
             "checkpoint_load_format": "vllm_multi_thread_safetensors",
             "multi_thread_safetensors_max_workers": 8,
         },
-        Idle(f"{ENGINE}.weight_sync_backend=delta"),
+        Met("it tunes how files are written and read; the weights are the same"),
     ),
     Rule(
         f"{ENGINE}.external_server_urls",

@@ -17,6 +17,17 @@ ONE_PROCESS = "this release trains in one process (world size 1)"
 DROP = "leave the key out"
 
 
+def engine_processes(view: View) -> bool:
+    """Whether engines are processes of their own (started here, or reached by URL), and not part of the trainer's."""
+    engine = "generator.inference_engine"
+    replicas = view.native.get("inference.replicas", view.skyrl.get(f"{engine}.num_engines", 1))
+    return (
+        bool(view.skyrl.get(f"{engine}.external_server_urls") or view.skyrl.get(f"{engine}.external_proxy_url"))
+        or view.native.get("inference.engine") in ("http", "vllm")
+        or (isinstance(replicas, int) and replicas > 1)
+    )
+
+
 def under(prefix: str, keys: Mapping[str, Any], verdict: Verdict) -> Iterable[Rule]:
     """The same verdict for several keys, given with their defaults."""
     return [Rule(f"{prefix}.{key}", default, verdict) for key, default in keys.items()]
@@ -142,7 +153,7 @@ def lora(prefix: str) -> list[Rule]:
         Rule(
             f"{prefix}.lora_sync_path",
             "/tmp/skyrl_lora_sync",
-            Met("weights are handed over in memory and verified, so no directory is written"),
+            Met("inference.transport says how weights travel; adapter files (adapter) lie in inference.transfer_dir"),
         ),
     ]
 
@@ -177,7 +188,7 @@ def optimizer(prefix: str, native: str) -> list[Rule]:
         Rule(
             f"{prefix}.offload_after_step",
             True,
-            Met("trainer and sampler share one memory in this release, so there is nowhere to offload to"),
+            Met("the optimiser's state stays where it is between steps; results do not depend on it"),
         ),
     ]
 

@@ -27,6 +27,7 @@ from slipstream.config.skyrl.shared_keys import (
     DROP,
     ONE_PROCESS,
     compile_switches,
+    engine_processes,
     fsdp,
     int4,
     lora,
@@ -111,13 +112,10 @@ def _no_entropy_chunk(why: str) -> Refused:
 
 
 def _colocate(value: Any, view: View) -> None:
-    external = view.skyrl.get("generator.inference_engine.external_server_urls") or view.skyrl.get(
-        "generator.inference_engine.external_proxy_url"
-    )
-    if value is not True and not external and view.native.get("inference.engine") != "http":
+    if value is not True and not engine_processes(view):
         raise Unsupported(
-            "trainer and sampler share one machine in this release; no engine is launched on other devices",
-            "leave it out",
+            "one embedded engine runs in the trainer's process",
+            "set inference.engine=vllm or inference.replicas, or leave the key out",
         )
 
 
@@ -343,7 +341,14 @@ _RECORD = [
 ]
 
 _PLACEMENT = [
-    Rule("trainer.placement.colocate_all", True, Met("one process holds trainer and sampler", _colocate)),
+    Rule(
+        "trainer.placement.colocate_all",
+        True,
+        Met(
+            "one embedded engine runs in the trainer's process; engines of any other kind are processes of their own",
+            _colocate,
+        ),
+    ),
     Rule(
         "trainer.placement.colocate_policy_ref",
         True,

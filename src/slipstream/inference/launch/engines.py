@@ -27,6 +27,12 @@ from slipstream.inference.transfer.vllm_plugin import BACKEND, FLAGS
 SERVED_MODEL = "policy"
 """What every replica calls the model that is trained."""
 
+ADAPTER = "policy-adapter"
+"""What a vLLM with adapters calls the one that is trained; requests name it as their model."""
+
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values of vLLM's ``--max-lora-rank``."""
+
 Returned = Literal["kept_sets", "routed_experts"]
 """What a trainer has to replay; a server returns it only when started to."""
 
@@ -86,6 +92,7 @@ def vllm_server(
     log_dir: Path,
     weight_transfer: Literal["slipstream", "nccl", "ipc"] | None = None,
     returns: Collection[Returned] = (),
+    adapter_rank: int | None = None,
 ) -> ServerSpec:
     """Serve with vLLM, under the given settings.
 
@@ -98,6 +105,7 @@ def vllm_server(
             environment); ``nccl`` and ``ipc`` are vLLM's own ways; None takes none.
         returns: what it returns with the tokens.  With ``kept_sets`` vLLM refuses a request without top_k or at
             temperature 0.
+        adapter_rank: rank of the LoRA adapter that requests run with; None serves the model itself.
     """
     launch = settings.launch
     python = launch.python or sys.executable
@@ -117,6 +125,9 @@ def vllm_server(
         "--enable-prefix-caching" if settings.prefix_caching else "--no-enable-prefix-caching",
         *(RETURN_FLAGS[what] for what in sorted(returns)),
     ]
+    if adapter_rank is not None:
+        largest = next((rank for rank in _LORA_RANKS if rank >= adapter_rank), adapter_rank)
+        flags += ["--enable-lora", "--max-lora-rank", str(largest)]
     if settings.max_model_len is not None:
         flags += ["--max-model-len", str(settings.max_model_len)]
     if weight_transfer == BACKEND:
@@ -137,6 +148,10 @@ def vllm_server(
     }
     if returns:
         env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only one that returns either; it needs Triton
+    if adapter_rank is not None:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if weight_transfer == "ipc":
+        env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA's handles travel pickled
     if settings.threads:
         env |= {"OMP_NUM_THREADS": str(settings.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     # On a CPU, Intel's OpenMP as vLLM's documentation advises; its console script would set it.

@@ -13,7 +13,7 @@ from typing import Literal
 from slipstream.config.settings import InferenceSettings
 from slipstream.errors import SettingsError
 from slipstream.inference.client import HttpEngine
-from slipstream.inference.launch.engines import Returned, ServerSpec, embedded_server, vllm_server
+from slipstream.inference.launch.engines import ADAPTER, Returned, ServerSpec, embedded_server, vllm_server
 from slipstream.inference.pool.member import Member
 from slipstream.inference.pool.pool import ReplicaPool
 
@@ -33,6 +33,7 @@ def build_pool(
     weight_transfer: Literal["slipstream", "nccl", "ipc"] | None = None,
     served_model: str | None = None,
     returns: Collection[Returned] = (),
+    adapter_rank: int | None = None,
 ) -> ReplicaPool:
     """The pool that ``settings`` describe.
 
@@ -45,6 +46,7 @@ def build_pool(
         weight_transfer: vLLM's weight-transfer backend.
         served_model: what given servers call the model; None takes the only one they list.
         returns: what started servers return with the tokens, for the trainer to replay.
+        adapter_rank: of the LoRA adapter that vLLM servers run requests with; None serves whole weights.
 
     Raises:
         SettingsError: no pool is needed for these settings.
@@ -52,10 +54,11 @@ def build_pool(
     if not needs_pool(settings):
         raise SettingsError("one embedded engine needs no pool: build EmbeddedEngine, or set inference.replicas=2")
     seconds = settings.request_timeout_seconds
+    adapter = ADAPTER if adapter_rank is not None else None
 
     def line(url: str, spec: ServerSpec | None) -> HttpEngine:
         name = spec.model if spec is not None else served_model
-        return HttpEngine(url, model=name, timeout_seconds=seconds)
+        return HttpEngine(url, model=name, adapter=adapter, timeout_seconds=seconds)
 
     members = []
     if settings.engine == "http":
@@ -65,7 +68,13 @@ def build_pool(
             name = f"engine-{i}"
             if settings.engine == "vllm":
                 spec = vllm_server(
-                    name, model, settings, log_dir=log_dir, weight_transfer=weight_transfer, returns=returns
+                    name,
+                    model,
+                    settings,
+                    log_dir=log_dir,
+                    weight_transfer=weight_transfer,
+                    returns=returns,
+                    adapter_rank=adapter_rank,
                 )
             else:
                 spec = embedded_server(
@@ -88,4 +97,5 @@ def build_pool(
         health_failures=settings.launch.health_failures,
         recover_seconds=settings.launch.ready_seconds,
         request_seconds=seconds,
+        adapter=adapter,
     )

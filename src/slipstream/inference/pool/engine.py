@@ -6,7 +6,8 @@ Refuses: retrying a request (the caller's attempts decide).
 
 Answers and weights: while any member that may have answered has an update open, answers are withheld; when its weights
 turn out to be wrong they are discarded.  Behind the router it is not known who answered, so a wrong replica costs
-whatever was in flight on all of them; with routing in the client only its own.
+whatever was in flight on all of them; with routing in the client only its own.  An answer of a version that was not
+there while it was made is discarded, too: a server that somebody restarted answers with its first weights.
 
 An engine that dies in the middle of a token is an ``InferenceError`` here, raised after routing has followed, so that
 the next attempt does not meet the same dead replica.
@@ -19,6 +20,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slipstream.errors import InferenceError, RequestError
@@ -26,11 +28,20 @@ from slipstream.inference.client import HttpEngine
 from slipstream.inference.pool.member import Member
 from slipstream.inference.routing import ReplicaView, RouteRequest
 from slipstream.inference.types import Engine, EngineInfo, GenerateRequest, GenerateResult, PauseMode
+from slipstream.trajectory import VersionRun
 
 if TYPE_CHECKING:
     from slipstream.inference.pool.pool import ReplicaPool
 
 T = TypeVar("T")
+
+
+@dataclass
+class _Asked:
+    """The line that a request goes out on, and what came back of it."""
+
+    line: Engine
+    versions: Sequence[VersionRun] = ()
 
 
 class PoolEngine:
@@ -76,35 +87,47 @@ class PoolEngine:
         return member.engine, [member]
 
     @contextlib.asynccontextmanager
-    async def _guarded(self, request: GenerateRequest) -> AsyncIterator[Engine]:
+    async def _guarded(self, request: GenerateRequest) -> AsyncIterator[_Asked]:
         """Route a request; on the way out its answer is withheld while it may be wrong, and discarded if it is."""
         pool = self._pool
         await pool.wait_routable()
         line, witnesses = self._choose(request)
+        asked = _Asked(line)
         before = sum(member.tainted for member in witnesses)
+        began = [len(member.versions) for member in witnesses]
         for member in witnesses:
             member.running += 1
         try:
-            yield line
+            yield asked
         except RequestError:
+            # A server that somebody restarted may lack what requests name, such as an adapter.
+            await asyncio.shield(pool.compare_versions(witnesses))
             raise
         except InferenceError:
             # Shielded: the caller may be cancelled, and the members' states must still be settled.
             await asyncio.shield(pool.suspect())
             raise
         finally:
-            for member in witnesses:
-                member.running -= 1
+            pool.done_with(witnesses)
         await pool.wait_settled(witnesses)
         if sum(member.tainted for member in witnesses) != before:
             raise InferenceError(
                 f"request {request.request_id}: the answer is discarded, since a replica whose weights failed "
                 "verification may have made part of it; ask again"
             )
+        there = {v for m, n in zip(witnesses, began, strict=True) for v in m.versions[max(n - 1, 0) :]}
+        strange = next((run.version for run in asked.versions if run.version not in there), None)
+        if any(began) and strange is not None:
+            await asyncio.shield(pool.compare_versions(witnesses))
+            raise InferenceError(
+                f"request {request.request_id}: the answer is discarded, since it is of version {strange}, and "
+                f"published was {', '.join(sorted(there))}; was a server restarted?"
+            )
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        async with self._guarded(request) as line:
-            result = await line.generate(request)
+        async with self._guarded(request) as asked:
+            result = await asked.line.generate(request)
+            asked.versions = result.versions
         self._delivered += len(result.token_ids)
         return result
 
@@ -121,11 +144,12 @@ class PoolEngine:
     async def stream(self, request: GenerateRequest) -> AsyncIterator[GenerateResult]:
         """Partial results; while an update is open only the last one is withheld, and an error there voids the rest."""
         last: GenerateResult | None = None
-        async with self._guarded(request) as line:
-            async for part in line.stream(request):
+        async with self._guarded(request) as asked:
+            async for part in asked.line.stream(request):
                 if last is not None:
                     yield last
                 last = part
+                asked.versions = part.versions  # complete on the last one
                 self._delivered += len(part.token_ids)
         if last is not None:
             yield last

@@ -38,6 +38,10 @@ class Member:
     """A weight update is open: answers that arrive now are withheld."""
     tainted: int = 0
     """How often its weights turned out to be wrong; answers that began before are discarded."""
+    versions: list[str] = field(default_factory=list)
+    """What was verified there, in order, the present one last; empty before the first publish."""
+    wrong: str = ""
+    """Why it cannot hold what was published; its watcher then takes it for lost."""
     restarts: int = 0
     running: int = 0
     """Requests that the client has sent and not yet had answered (when it routes by itself)."""

@@ -43,6 +43,8 @@ Resync = Callable[[Member], Awaitable[None]]
 _BACKOFF_SECONDS, _LONGEST_BACKOFF = 0.5, 30.0
 _SUSPECT_SECONDS = 15.0
 _ABORT_SECONDS = 10.0
+_DRAINS, _DRAIN_SECONDS = 5, 1.0
+"""How often a withdrawn member is told to abort what it has, and the pause between."""
 _CLOSE_SECONDS = 60.0
 _DEAF_AFTER = 3
 """Changes of workers, or starts, that the router refuses in a row before it is replaced."""
@@ -69,6 +71,7 @@ class ReplicaPool:
         health_failures: failed checks in a row after which it is down.
         recover_seconds: longest that a request waits for a member to come back when none is routed to.
         request_seconds: longest that one request may take.
+        adapter: name of the LoRA adapter that requests run with.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class ReplicaPool:
         health_failures: int = 3,
         recover_seconds: float = 600.0,
         request_seconds: float = 600.0,
+        adapter: str | None = None,
     ) -> None:
         names = [member.name for member in members]
         if not names or len(set(names)) != len(names):
@@ -103,13 +107,15 @@ class ReplicaPool:
             self.router = RouterProcess(policy, router_log, request_seconds=request_seconds)
         self._restarts, self._health_seconds, self._health_failures = restarts, health_seconds, health_failures
         self._recover_seconds, self._request_seconds = recover_seconds, request_seconds
+        self._adapter = adapter
         self._tasks: list[asyncio.Task[None]] = []
+        self._drains: set[asyncio.Task[None]] = set()
+        self._untold: Exception | None = None
         self._news = News()
         self._closing = False
         self._router_fault = ""
         # Routing is brought up to date by one task; a change is in force once ``_routed`` has reached its number.
         self._wanted = self._routed = 0
-        self._drain: set[str] = set()
         self.engine = PoolEngine(self)
 
     # ---- lifecycle
@@ -146,9 +152,10 @@ class ReplicaPool:
     async def close(self) -> None:
         """End the router and every process; callers in flight get an ``InferenceError``."""
         self._closing = True
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._drains]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
         if self.data is not None:
             await self.data.close()
@@ -177,9 +184,28 @@ class ReplicaPool:
 
     def _set(self, member: Member, state: State, reason: str) -> None:
         member.state, member.reason = state, reason
-        if self.on_change is not None:
-            self.on_change(member)
+        self._tell(self.on_change, member)
         self._changed()
+
+    def _tell(self, listener: Callable[..., object] | None, *what: object) -> None:
+        """Tell a listener; what it fails with waits for ``raise_untold``, since it must not end a watcher."""
+        if listener is None:
+            return
+        try:
+            listener(*what)
+        except Exception as error:  # noqa: BLE001 - fault boundary: the ledger's disk may be full
+            logger.error("the pool's news could not be told: %s: %s", type(error).__name__, error)
+            self.remember(error)
+
+    def remember(self, error: Exception) -> None:
+        """Keep an error of a listener for ``raise_untold``; the first one stays."""
+        self._untold = self._untold or error
+
+    def raise_untold(self) -> None:
+        """Raise, once, what a listener has failed with."""
+        error, self._untold = self._untold, None
+        if error is not None:
+            raise error
 
     def _changed(self) -> None:
         """Routing has to follow the members' states."""
@@ -231,18 +257,44 @@ class ReplicaPool:
         """A weight update is open there: answers that arrive are withheld until ``admit`` or ``withdraw``."""
         member.held = True
 
-    def admit(self, member: Member) -> None:
-        """Its weights are known and current: it is routed to while it is up."""
+    def admit(self, member: Member, version: str | None = None) -> None:
+        """Its weights are known and current: it is routed to while it is up, and answers as ``version``."""
         member.held, member.admitted, member.reason = False, True, ""
+        if version is not None and member.versions[-1:] != [version]:
+            member.versions.append(version)
         self._changed()
 
     def withdraw(self, member: Member, reason: str, *, drain: bool) -> None:
         """Out of routing; with ``drain`` what is in flight there is aborted."""
         member.held, member.admitted, member.reason = False, False, reason
-        if drain:
-            # Requests that the router sends there until it has been told would wait for a resume that never comes.
-            self._drain.add(member.name)
         self._changed()
+        if drain:
+            task = asyncio.create_task(self._drain(member, self._wanted), name=f"drain {member.name}")
+            self._drains.add(task)
+            task.add_done_callback(self._drains.discard)
+
+    async def _drain(self, member: Member, wanted: int) -> None:
+        """Abort what is in flight on a withdrawn member, which would wait for a resume that never comes.
+
+        More than once: the router sends requests there until it has been told, and some are on their way.
+        """
+        left = _DRAINS
+        while left and member.state == "up" and not (member.admitted or member.held or self._hopeless()):
+            with contextlib.suppress(InferenceError, TimeoutError):
+                async with asyncio.timeout(_ABORT_SECONDS):
+                    await member.engine.abort(None)
+            left -= self._routed >= wanted
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_DRAIN_SECONDS):
+                    await self._news.until(lambda: self._routed >= wanted and not member.running)
+                return
+
+    def done_with(self, members: Sequence[Member]) -> None:
+        """A request that one of these had is over."""
+        for member in members:
+            member.running -= 1
+        if not all(member.admitted for member in members):
+            self._news.tell()
 
     def taint(self, member: Member) -> None:
         """Answers that are under way may hold tokens of wrong weights: they are discarded."""
@@ -258,10 +310,38 @@ class ReplicaPool:
         """A request has failed: look at every member now, and return when routing follows what was found."""
         looks = [self._look(member) for member in self.members if member.state == "up"]
         await asyncio.gather(*looks, self._look_at_router())
+        await self._followed()
+
+    async def _followed(self) -> None:
+        """Return when routing follows what is known now."""
         wanted = self._wanted
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SUSPECT_SECONDS):
                 await self._news.until(lambda: self._routed >= wanted or self._hopeless())
+
+    async def compare_versions(self, members: Sequence[Member]) -> None:
+        """Take out whoever does not hold what was published to it, as after a restart that nobody told of.
+
+        Returns when routing follows; the watcher of whoever was taken out brings it back, up to date.
+        """
+        await asyncio.gather(*(self._compare_version(member) for member in members if member.versions))
+        await self._followed()
+
+    async def _compare_version(self, member: Member) -> None:
+        want, life = member.versions[-1], member.tainted
+        try:
+            held = await member.engine.weight_version()
+        except InferenceError:
+            return  # a dead one is the health checks' business
+        # Not in the middle of a publish, whose end says what it holds, nor when it has been brought back meanwhile.
+        settled = member.routable and not member.held and (member.versions[-1], member.tainted) == (want, life)
+        if held == want or not settled:
+            return
+        member.wrong = f"it answers as version {held}, published was {want}: was it restarted?"
+        member.doubted.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SUSPECT_SECONDS):
+                await self._news.until(lambda: member.state != "up" or self._hopeless())
 
     async def _look(self, member: Member) -> None:
         if member.child is not None:
@@ -287,8 +367,7 @@ class ReplicaPool:
             logger.warning("replica %s is down: %s", member.name, reason)
             self.policy.forget(member.url)
             self._set(member, "down", reason)
-            if self.on_down is not None:
-                self.on_down(member, reason)
+            self._tell(self.on_down, member, reason)
             await self._bring_back(member)
 
     async def _until_lost(self, member: Member) -> str:
@@ -299,6 +378,8 @@ class ReplicaPool:
             while True:
                 if member.child is not None and member.child.exited.is_set():
                     return member.child.why_ended
+                if member.wrong:
+                    return member.wrong
                 failures = 0 if await member.engine.health() else failures + 1
                 if failures >= self._health_failures:
                     return f"{failures} health checks in a row failed"
@@ -337,6 +418,7 @@ class ReplicaPool:
             await member.launch()
         elif not await member.engine.health():
             raise InferenceError(f"{member.name} does not answer, and is not ours to restart")
+        member.wrong = ""
         member.doubted.clear()
         if self.resync is not None:
             await self.resync(member)
@@ -347,9 +429,10 @@ class ReplicaPool:
     async def _start_router(self, router: RouterProcess) -> None:
         await router.start([member.url for member in self.members if member.routable])
         if self.data is None:
-            spec = self.members[0].spec
-            model = spec.model if spec is not None else (await self.members[0].engine.info()).model
-            self.data = HttpEngine(router.url, model=model, timeout_seconds=self._request_seconds)
+            spec, engine = self.members[0].spec, self.members[0].engine
+            model = spec.model if spec is not None else (await engine.info()).model
+            seconds = self._request_seconds
+            self.data = HttpEngine(router.url, model=model, adapter=self._adapter, timeout_seconds=seconds)
         else:
             await self.data.reconnect(router.url)
 
@@ -387,20 +470,10 @@ class ReplicaPool:
                 continue
             self._routed = max(self._routed, wanted)
             self._news.tell()
-            await self._drain_withdrawn()
         self._router_fault = f"the router was given up after {restarts} restarts; last: {reason}"
         self._tell_of_router(self._router_fault)
         self._news.tell()
 
     def _tell_of_router(self, text: str) -> None:
         logger.warning(text)
-        if self.on_router is not None:
-            self.on_router(text)
-
-    async def _drain_withdrawn(self) -> None:
-        names, self._drain = self._drain, set()
-        for member in self.members:
-            if member.name in names and member.state == "up":
-                with contextlib.suppress(InferenceError, TimeoutError):
-                    async with asyncio.timeout(_ABORT_SECONDS):
-                        await member.engine.abort(None)
+        self._tell(self.on_router, text)

@@ -13,7 +13,8 @@ be loaded into again; should a load fail, every layer gets back what it held.
 Reading back: on CPUs vLLM repacks the weights of linear layers and frees the originals (its own checksums are then the
 hash of nothing).  A one-hot row through the layer's kernel returns a column of the weight, exactly: one product
 with a one, and zeros.  ``slipstream_checksums`` reads columns of every layer that way and compares them with what was
-received; a layer that differs is read in full, and its true checksum reported.
+received; a layer that differs is read in full, and its true checksum reported.  Adapters are read from the buffers that
+vLLM multiplies with.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ BACKEND = "slipstream"
 EXTENSION = "slipstream.inference.transfer.vllm_plugin.WorkerExtension"
 READ_BACK = "slipstream_checksums"
 """Name of the worker method; ``/collective_rpc`` calls it."""
+NO_ADAPTER = "no adapter is loaded"
+"""What ``read_back_adapter`` tells of in place of an adapter's tensors."""
 FLAGS = ("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}', "--worker-extension-cls", EXTENSION)
 """Command-line flags of a vLLM that takes weights from this package."""
 
@@ -216,6 +219,43 @@ def read_back(model: Any, received: Mapping[str, Raw], seed: str) -> dict[str, s
     return told
 
 
+def read_back_adapter(manager: Any) -> dict[str, str]:
+    """Checksums of the LoRA adapter that requests run with, by peft's names, from the buffers that are multiplied with.
+
+    Left out is what cannot be told: layers of another form (experts), and all where workers hold parts of an adapter
+    (tensor parallelism).  Where none is loaded there is one name that says so, and that nobody sends.
+    """
+    import torch
+
+    loaded = [(number, slot) for slot, number in enumerate(manager.lora_index_to_id) if number is not None]
+    if not loaded:
+        return {NO_ADAPTER: Raw.of(torch.empty(0)).checksum()}
+    if any(getattr(module, "tp_size", 1) > 1 for module in manager.modules.values()):
+        return {}
+    number, slot = max(loaded)
+    adapter = manager.get_adapter(number)
+    told: dict[str, str] = {}
+    for path, module in manager.modules.items():
+        weights, names = adapter.get_lora(path), manager.packed_modules.get(path, [path])
+        for side in "AB":
+            # A layer that vLLM packs (q, k and v) holds one adapter for each of its parts.
+            stacked = getattr(module, f"lora_{side.lower()}_stacked", ())
+            sent = [None] * len(stacked) if weights is None else getattr(weights, f"lora_{side.lower()}")
+            parts = sent if isinstance(sent, list) else [sent]
+            forms = {buffer.dim() for buffer in stacked} | {2 + like.dim() for like in parts if like is not None}
+            if not len(names) == len(parts) == len(stacked) or forms != {4}:
+                continue
+            for name, like, buffer in zip(names, parts, stacked, strict=True):
+                rows, width = (0, 0) if like is None else like.shape
+                whole = buffer[slot, 0].cpu()
+                held = whole[:rows, :width].contiguous()
+                if whole.count_nonzero() > held.count_nonzero():
+                    held = whole  # what lies beside it is multiplied with, too
+                if held.numel():
+                    told[f"base_model.model.{name}.lora_{side}.weight"] = Raw.of(held).checksum()
+    return told
+
+
 class WorkerExtension:
     """Mixed into vLLM's worker by ``--worker-extension-cls``."""
 
@@ -224,7 +264,10 @@ class WorkerExtension:
         engine = self.weight_transfer_engine  # type: ignore[attr-defined]
         if not isinstance(getattr(engine, "receiver", None), Receiver):
             return {}
-        return engine.held()  # type: ignore[no-any-return]
+        held: dict[str, str] = engine.held()
+        # Adapters come by vLLM's own route, so nothing was received when one is published.
+        lora = getattr(getattr(self, "model_runner", None), "lora_manager", None)
+        return held if held or lora is None else read_back_adapter(lora._adapter_manager)
 
 
 # ---- loading
