@@ -140,7 +140,7 @@ async def test_an_approximate_anchor_takes_each_tokens_own_lag_and_no_forward_pa
 
 
 async def test_an_approximate_anchor_refuses_to_guess_a_version():
-    with pytest.raises(ContractError, match="needs the version"):
+    with pytest.raises(ContractError, match="need the version"):
         await update(ShiftedBackend(lambda row: 0.0), version=None, old_logprobs="approximate")
     with pytest.raises(ContractError, match="newer than the trainer's"):
         await update(ShiftedBackend(lambda row: 0.0), "policy/0/1", (2, 2), old_logprobs="approximate")
