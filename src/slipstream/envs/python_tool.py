@@ -30,6 +30,8 @@ from slipstream.envs.tools import ToolGroup, tool
 from slipstream.errors import EnvironmentFault
 
 _PROGRAM = "bwrap"
+_SCRATCH = "/scratch"
+"""A program's own directory; not /tmp, below which the interpreter itself may lie."""
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 # Runs the program from its standard input, after giving up for good what it shall not have.
 _PRELUDE = """
@@ -120,10 +122,10 @@ def _command(program: str, limits: PythonLimits, filter_fd: int, started_fd: int
         *(program, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"),
         *("--seccomp", str(filter_fd)),
         *binds,
-        *("--proc", "/proc", "--dev", "/dev", "--size", str(limits.scratch_bytes), "--tmpfs", "/tmp"),
+        *("--proc", "/proc", "--dev", "/dev", "--size", str(limits.scratch_bytes), "--tmpfs", _SCRATCH),
         # What is left of the sandbox's own file system would be memory without a limit.
         *("--remount-ro", "/dev", "--remount-ro", "/"),
-        *("--chdir", "/tmp", "--", sys.executable, "-I", "-B", "-c", prelude),
+        *("--setenv", "TMPDIR", _SCRATCH, "--chdir", _SCRATCH, "--", sys.executable, "-I", "-B", "-c", prelude),
     ]
 
 
