@@ -29,11 +29,13 @@ all steps in it.
 
 **Bound.**  With one core each, a step of the asynchronous run cannot take less than the largest of
 
-* ``generation``: seconds in which the engine works for one step's samples, alone on one core (medians of ``alone``);
+* ``generation``: seconds in which the engine works for one step's samples, alone on one core (means of ``alone``);
 * ``training``: update and publish of one step, alone on one core; a step ends when its publish is verified;
 * ``waiting``: a group holds one of ``B (S + 1)`` places while its slowest sample waits and while it is trained on, so
   by Little's law a step takes at least ``(wait + training) / (S + 1)``.  ``wait`` is the mean over the groups of
   the ``async`` run itself, as its ledger has it.
+
+All over the steps that the rate is taken over.
 
 ``bound`` is the synchronous seconds per step over that, ``fraction_of_bound`` the speed-up over ``bound``.  ``alone``
 shares caches, memory and clock with nobody, decodes full batches and has no straggler: the bound is out of reach on
@@ -81,7 +83,7 @@ RESULTS = Path(__file__).parent / "results" / "async.json"
 ENV = "slow_judge"
 PROMPTS, SAMPLES, STALENESS = 8, 8, 2
 TOKENS, BATCH = 32, 32
-STEPS, ALONE_STEPS = 36, 8
+STEPS, PROBE_STEPS = 30, 8
 FILL = DRAIN = STALENESS + 1
 IDLE_SHARE, IDLE_RANGE, TRIES = 0.35, (0.31, 0.39), 3
 WAIT_SIGMA, WAIT_MOST = 0.9, 20.0
@@ -102,7 +104,10 @@ BASE = (
     "inference.dtype=float32",
     "algorithm.preset=cispo",  # under a lag of two, ppo_clip takes most gradients away and needs three times the steps
     "training.optimizer.lr=2e-4",
-    "algorithm.drop_zero_variance=false",  # every step has the same work, also when all that is to be learnt is learnt
+    # Every step has the same work, also when all that is to be learnt is learnt: groups whose samples earn the same are
+    # trained on, and samples that are equal are not computed once for all.
+    "algorithm.drop_zero_variance=false",
+    "training.share_prompts=false",
     "training.optimizer.weight_decay=0",
     f"rollout.samples_per_prompt={SAMPLES}",
     f"rollout.sampling.max_tokens_per_turn={TOKENS}",
@@ -291,12 +296,18 @@ def run_arm(overrides: Sequence[str]) -> Arm:
 # -- arithmetic --------------------------------------------------------------------------------------------------
 
 
+def window(steps: int, fill: int = FILL, drain: int = DRAIN) -> slice:
+    """The steps that count: all but the first ``fill`` and the last ``drain``; of short runs the middle step."""
+    if steps < fill + drain + 1:
+        fill = drain = (steps - 1) // 2
+    return slice(fill, steps - drain)
+
+
 def seconds_per_step(ends: Sequence[float], fill: int = FILL, drain: int = DRAIN) -> float:
-    """Between the end of step ``fill`` and the end of the last but ``drain``; of short runs the middle step."""
-    if len(ends) < fill + drain + 1:
-        fill = drain = (len(ends) - 1) // 2
-    begin = ends[fill - 1] if fill else 0.0
-    return (ends[len(ends) - 1 - drain] - begin) / (len(ends) - drain - fill)
+    """From the end of the last step before the window to that of its last one, by their number."""
+    counted = window(len(ends), fill, drain)
+    begin = ends[counted.start - 1] if counted.start else 0.0
+    return (ends[counted.stop - 1] - begin) / (counted.stop - counted.start)
 
 
 def median_step(ends: Sequence[float]) -> float:
@@ -312,8 +323,9 @@ def idle_share(run: Arm) -> float:
 
 def bound_parts(alone: Arm, group_wait: float, staleness: int = STALENESS) -> dict[str, float]:
     """Seconds that a step with one core each cannot be faster than, by cause; see the module's docstring."""
-    generation = statistics.median(s - i for s, i in zip(alone.step[1:], alone.engine_idle[1:], strict=True))
-    training = statistics.median(u + p for u, p in zip(alone.update[1:], alone.publish[1:], strict=True))
+    counted = window(len(alone.step))
+    generation = statistics.fmean(s - i for s, i in list(zip(alone.step, alone.engine_idle, strict=True))[counted])
+    training = statistics.fmean(u + p for u, p in list(zip(alone.update, alone.publish, strict=True))[counted])
     return {
         "generation": generation,
         "training": training,
@@ -413,8 +425,8 @@ def start(name: str, arm: str, data: str, seed: int, steps: int, folder: Path, e
 
 def busy_seconds(seed: int, folder: Path, extra: Sequence[str]) -> float:
     """How long a synchronous step computes on this machine, now, when nothing has to be waited for."""
-    prepare(folder, seed, ALONE_STEPS, 0.0)
-    return statistics.median(start("probe", "sync", "quick", seed, ALONE_STEPS, folder, extra).step[1:])
+    prepare(folder, seed, PROBE_STEPS, 0.0)
+    return statistics.median(start("probe", "sync", "quick", seed, PROBE_STEPS, folder, extra).step[1:])
 
 
 def bench_seed(seed: int, steps: int, folder: Path, extra: Sequence[str]) -> dict[str, Any]:
@@ -426,7 +438,7 @@ def bench_seed(seed: int, steps: int, folder: Path, extra: Sequence[str]) -> dic
     )
     tries: list[float] = []
     while True:
-        prepare(folder, seed, max(steps, ALONE_STEPS), median)
+        prepare(folder, seed, steps, median)
         shutil.rmtree(folder / "sync", ignore_errors=True)
         sync = start("sync", "sync", "train", seed, steps, folder, extra)
         tries.append(idle_share(sync))
@@ -434,7 +446,7 @@ def bench_seed(seed: int, steps: int, folder: Path, extra: Sequence[str]) -> dic
             break
         median *= scale_of_waits(tries[-1])
         print(f"seed {seed}: idle for {tries[-1]:.0%}; the judge's median is {median:.3f} s now", flush=True)
-    alone = start("alone", "alone", "quick", seed, ALONE_STEPS, folder, extra)
+    alone = start("alone", "alone", "quick", seed, steps, folder, extra)
     beside = start("async", "async", "train", seed, steps, folder, extra)
     runs = {"sync": asdict(sync), "async": asdict(beside), "alone": asdict(alone)}
     waits = {"median_seconds": median, "scaled_to_busy_seconds": busy, "idle_share_by_try": tries}
