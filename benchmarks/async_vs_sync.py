@@ -523,13 +523,13 @@ def main() -> None:
         "waits": {"sigma": WAIT_SIGMA, "most_in_medians": WAIT_MOST},
         "settings": {"all": [*BASE, *options.set], **{arm: list(own) for arm, own in ARMS.items()}},
     }
-    result: dict[str, Any] = {"machine": {**machine(), "used_cores": cores}, "work": work, "seeds": options.seeds}
+    result: dict[str, Any] = {"machine": {**machine(), "used_cores": cores}, "work": work}
     done: list[dict[str, Any]] = []
     try:
         for seed in range(options.seeds):
             done.append(bench_seed(seed, options.steps, folder / str(seed), options.set))
             show(done[-1])
-            result |= {**summary(done), "by_seed": done, "seconds": time.perf_counter() - started}
+            result |= {"seeds": len(done), **summary(done), "by_seed": done, "seconds": time.perf_counter() - started}
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(rounded(result), indent=1) + "\n")
     finally:
