@@ -1,6 +1,6 @@
 """Synchronous against asynchronous training on two cores: steps per hour, the bound, and what is learnt.
 
-    python benchmarks/async_vs_sync.py                      # five seeds (make bench-async), about 20 minutes
+    python benchmarks/async_vs_sync.py                      # five seeds (make bench-async), about 25 minutes
     python benchmarks/async_vs_sync.py --seeds 1 --steps 6  # does it run?
 
 The work is that of ``train()``: embedded engine, turn loop, update, verified publish, ledger.  A random model of some

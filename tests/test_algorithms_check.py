@@ -90,13 +90,6 @@ def test_truncated_sampling_is_replayed_and_not_refused(sampling):
     assert keys({}, sampling) == []
 
 
-def test_a_truncating_sampler_would_bias_every_ratio_by_the_kept_mass():
-    # Why kept sets are replayed: p = [.5, .3, .15, .05], top-p keeps two (mass .8).
-    p = np.array([0.5, 0.3, 0.15, 0.05])
-    engine = np.log(p[0] / p[:2].sum())
-    assert np.exp(np.log(p[0]) - engine) == pytest.approx(0.8)
-
-
 def test_one_sample_per_prompt_has_no_baseline():
     assert keys({}, samples_per_prompt=1) == ["algorithm.advantage"]
 

@@ -13,10 +13,10 @@ from collections.abc import Collection
 
 import numpy as np
 
-from slipstream.algorithms.batch import Batch, BatchRow, IntArray
+from slipstream.algorithms.batch import Batch
 from slipstream.trainers.waiting import within
+from slipstream.training.model import probe_row
 from slipstream.training.protocol import TrainingBackend
-from slipstream.trajectory import SamplingSpec
 from slipstream.weights import Probe
 
 SEQUENCES, TOKENS = 2, 16
@@ -34,25 +34,7 @@ async def build_probe(backend: TrainingBackend, vocab: int, dtypes: Collection[s
         DeadlineError: the backend has not scored them within ``seconds``.
     """
     ids_RT = np.random.default_rng(_SEED).integers(0, vocab, (SEQUENCES, TOKENS))
-    rows = [_row(f"probe-{i}", ids) for i, ids in enumerate(ids_RT)]
+    rows = [probe_row(ids, f"probe-{i}") for i, ids in enumerate(ids_RT)]
     scored = await within(backend.forward("policy", Batch(rows)), seconds, "scoring the probe")
     expected = [values.tolist() for values in scored.logprobs]
     return Probe(ids_RT.tolist(), expected, max(TOLERANCES[dtype] for dtype in dtypes))
-
-
-def _row(name: str, ids: IntArray) -> BatchRow:
-    """A row that is scored and never trained on."""
-    length = len(ids) - 1
-    zeros = np.zeros(length)
-    return BatchRow(
-        row_id=name,
-        trajectory_id=name,
-        group_id=name,
-        inputs_T=ids[:-1],
-        targets_T=ids[1:],
-        trained_T=np.ones(length, dtype=np.bool_),
-        weights_T=zeros,
-        advantages_T=zeros,
-        behaviour_logprobs_T=np.full(length, np.nan),  # nobody sampled it, so it routes by itself
-        sampling=SamplingSpec(),
-    )

@@ -235,9 +235,9 @@ class PolicyModel:
         rng = np.random.default_rng(0)
         common, more, lone, other = (rng.integers(3, vocab, n) for n in (18, 18, 9, 10))
         begins = [common, np.concatenate([common, more]), np.concatenate([common, more])]
-        rows = [_probe_row(np.concatenate([begin, rng.integers(3, vocab, 4)])) for begin in begins]
-        rows.append(_probe_row(lone))
-        swapped = [_probe_row(other), rows[-1]]
+        rows = [probe_row(np.concatenate([begin, rng.integers(3, vocab, 4)])) for begin in begins]
+        rows.append(probe_row(lone))
+        swapped = [probe_row(other), rows[-1]]
         packed = self._probe(rows)
         alone = np.concatenate([self._unpacked_logprobs(row) for row in rows])
         gap = float(np.abs(packed - alone).mean())
@@ -272,19 +272,20 @@ class PolicyModel:
         return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0].double().cpu().numpy()
 
 
-def _probe_row(ids: np.ndarray[Any, Any]) -> BatchRow:
+def probe_row(ids: np.ndarray[Any, Any], name: str = "probe") -> BatchRow:
+    """A row of token ids ``(T + 1,)`` that is scored in every place and never trained on."""
     length = len(ids) - 1
     zeros = np.zeros(length)
     return BatchRow(
-        row_id="probe",
-        trajectory_id="probe",
-        group_id="probe",
+        row_id=name,
+        trajectory_id=name,
+        group_id=name,
         inputs_T=ids[:-1],
         targets_T=ids[1:],
         trained_T=np.ones(length, dtype=bool),
         weights_T=zeros,
         advantages_T=zeros,
-        behaviour_logprobs_T=zeros,
+        behaviour_logprobs_T=np.full(length, np.nan),  # nobody sampled it, so it routes by itself
         sampling=SamplingSpec(),
     )
 

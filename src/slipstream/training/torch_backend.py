@@ -11,10 +11,10 @@ inside a verb reaches the caller through its future; later verbs still run.
 >>> backend.optim_step("policy").result().applied
 True
 
-Handles: ``policy`` is trained; ``reference`` is a frozen copy of its first weights (with LoRA: the model with
-its adapters off, at no cost); ``teacher`` is another frozen model over the same vocabulary.  All three are scored
-under each row's own ``SamplingSpec``, over the ids that the sampler kept.  ``critic`` gives values: a model of its own
-with its own optimiser, or a head on the policy, which ``optim_step("policy")`` moves too.
+Handles: ``policy`` is trained; ``reference`` is a frozen copy of its first weights (with LoRA: the model with its
+adapters off, or as they were at ``set_reference``); ``teacher`` is another frozen model over the same vocabulary.  All
+three are scored under each row's own ``SamplingSpec``, over the ids that the sampler kept.  ``critic`` gives values: a
+model of its own with its own optimiser, or a head on the policy, which ``optim_step("policy")`` moves too.
 """
 
 from __future__ import annotations
