@@ -4,6 +4,7 @@ import subprocess
 import sys
 import types
 
+import numpy as np
 import pytest
 
 from slipstream import memory
@@ -69,3 +70,28 @@ def test_a_growth_of_one_gives_back_always(monkeypatch):
     memory.give_back(1.0)
     memory.give_back(1.0)
     assert len(trims) == 2
+
+
+def test_what_is_moved_to_huge_pages_keeps_its_contents_and_address():
+    values = np.arange(1 << 20, dtype=np.float64)  # 8 MB
+    address, before = values.ctypes.data, values.copy()
+    made = memory.collapse([(address, values.nbytes)])
+    assert 0 <= made <= 5
+    assert values.ctypes.data == address
+    np.testing.assert_array_equal(values, before)
+
+
+def test_each_huge_page_is_asked_for_once(monkeypatch):
+    asked = []
+
+    def madvise(address, size, advice):
+        asked.append((address.value, size.value, advice.value))
+        return 0 if address.value else -1
+
+    monkeypatch.setattr(memory, "_libc", lambda name: madvise)
+    page = 2 << 20
+    assert memory.collapse([(100, 50), (page - 1, 2), (3 * page, page), (200, 7)]) == 2
+    assert [address for address, _, _ in asked] == [None, page, 3 * page]
+    assert {(size, advice) for _, size, advice in asked} == {(page, 25)}
+    monkeypatch.setattr(memory, "_libc", lambda name: None)
+    assert memory.collapse([(100, 50)]) == 0

@@ -198,3 +198,19 @@ def test_a_matrix_written_whole_or_in_parts_is_never_unpacked(monkeypatch):
                 layer.write_rows(begin, end, new[begin:end])
             layer.commit()
         torch.testing.assert_close(layer.plain(), new, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_new_numbers_lie_where_the_old_ones_lay(dtype):
+    """The pages below a matrix are chosen once; a product sees what was written last."""
+    layer = PackedLinear(torch.randn(48, 32).to(dtype))
+    place = layer.memory()
+    assert place[1] >= 48 * 32 * dtype.itemsize
+    x, new = torch.randn(5, 32).to(dtype), torch.randn(48, 32).to(dtype)
+    for parts in ([(0, 48)], [(0, 16), (16, 48)], [(8, 16)]):
+        for begin, end in parts:
+            layer.write_rows(begin, end, new[begin:end])
+        layer.commit()
+        assert layer.memory() == place
+        torch.testing.assert_close(layer(x), PackedLinear(new)(x), rtol=0, atol=0)
+        new = torch.cat([new[:8], torch.randn(8, 32).to(dtype), new[16:]])

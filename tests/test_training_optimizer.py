@@ -7,6 +7,7 @@ import torch
 
 from slipstream.config.settings import OptimizerSettings
 from slipstream.errors import CheckpointError, SettingsError
+from slipstream.training import optimizer as optimizer_module
 from slipstream.training.optimizer import MasterOptimizer, learning_rate
 
 SETTINGS = OptimizerSettings(lr=0.1, weight_decay=0.0, max_grad_norm=1e9)
@@ -56,6 +57,24 @@ def test_bfloat16_models_accumulate_and_update_in_float32():
     for name, parameter in net.named_parameters():
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter, moved[name].bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_in_blocks_are_the_whole_ones(monkeypatch, dtype):
+    """Vectors and matrices whose rows do not fill the last block; twice, so that both writing and adding are seen."""
+    monkeypatch.setattr(optimizer_module, "_BLOCK", 8)
+    net = model(dtype)
+    optimizer = MasterOptimizer(dict(net.named_parameters()), SETTINGS, None)
+    left, right, bias = (torch.randn(shape).to(dtype) for shape in ((7, 5), (7, 3), (5,)))
+    for _ in range(2):
+        optimizer.add_product(net[0].weight, left, right)
+        optimizer.add_gradient(net[0].bias, bias)
+        optimizer.add_gradient(net[1].weight, left[:2].clone())
+    found = optimizer.gradients()
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(found["0.weight"], 2 * left.float().t() @ right.float(), **tolerance)
+    assert torch.equal(found["0.bias"], 2 * bias.float())
+    assert torch.equal(found["1.weight"], 2 * left[:2].float())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

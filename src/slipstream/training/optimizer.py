@@ -26,6 +26,9 @@ from slipstream.errors import CheckpointError, SettingsError
 from slipstream.training.protocol import OptimResult
 
 _ALIGN = 16  # elements; keeps every parameter on a 64-byte boundary
+_BLOCK = 1 << 20
+"""Elements of a gradient that are widened at once: whole vocabularies would go through memory that the kernel maps anew
+each time (measured on 49152 x 576 in bfloat16: adding takes 48 ms at once and 8 ms in blocks)."""
 
 
 def learning_rate(settings: OptimizerSettings, step: int, total_steps: int | None) -> float:
@@ -44,6 +47,12 @@ def learning_rate(settings: OptimizerSettings, step: int, total_steps: int | Non
     done = min(1.0, (step - settings.warmup_steps) / span)
     shape = 1 - done if settings.scheduler == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * shape)
+
+
+def _blocks(x: Tensor, width: int | None = None) -> tuple[Tensor, ...]:
+    """``x`` in blocks of whole rows, of ``_BLOCK`` elements for rows of ``width`` (None is their own)."""
+    rows = max(1, _BLOCK // max(1, x[0].numel() if width is None else width))
+    return x.split(rows)
 
 
 class MasterOptimizer:
@@ -130,21 +139,21 @@ class MasterOptimizer:
     def add_gradient(self, parameter: Tensor, value: Tensor) -> None:
         """``gradient += value``."""
         view, fresh = self._claim(parameter)
-        if fresh:
-            view.add_(value)
-        else:
-            view.copy_(value)
+        for part, of in zip(_blocks(view), _blocks(value), strict=True):
+            part.add_(of) if fresh else part.copy_(of)
 
     def add_product(self, parameter: Tensor, left_TO: Tensor, right_TI: Tensor) -> None:
-        """``gradient += left^T right``, in float32 without a temporary."""
-        if left_TO.dtype != self._grad.dtype:
-            self.add_gradient(parameter, left_TO.t() @ right_TI)
-            return
+        """``gradient += left^T right``, in float32: without a temporary, or for narrower inputs with a small one."""
         view, fresh = self._claim(parameter)
-        if fresh:
-            view.addmm_(left_TO.t(), right_TI)
-        else:
-            torch.mm(left_TO.t(), right_TI, out=view)
+        if left_TO.dtype == self._grad.dtype:
+            if fresh:
+                view.addmm_(left_TO.t(), right_TI)
+            else:
+                torch.mm(left_TO.t(), right_TI, out=view)
+            return
+        for part, left_OT in zip(_blocks(view), _blocks(left_TO.t(), right_TI.shape[1]), strict=True):
+            of = left_OT @ right_TI
+            part.add_(of) if fresh else part.copy_(of)
 
     def add_rows(self, parameter: Tensor, ids_T: Tensor, value_TD: Tensor) -> None:
         """``gradient[ids[t]] += value[t]``, in order."""

@@ -14,6 +14,8 @@ On machines without oneDNN, and on accelerators, the same class holds plain weig
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 import torch.nn.functional as F
 
@@ -63,6 +65,21 @@ class PackedLinear:
             return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
         return weight.clone()
 
+    def memory(self) -> tuple[int, int]:
+        """Address and bytes of the weight; they stay what they are."""
+        if self._packed:
+            return torch.ops.mkldnn.data_ptr(self._weight), torch.ops.mkldnn._nbytes(self._weight)
+        return self._weight.data_ptr(), self._weight.nbytes
+
+    def _replace(self, weight: torch.Tensor) -> None:
+        """Put other numbers where the old ones lie, so that the pages below them can be chosen once."""
+        self._open = None
+        if not self._packed:
+            self._weight.copy_(weight)
+            return
+        packed = self._pack(weight)
+        ctypes.memmove(self.memory()[0], torch.ops.mkldnn.data_ptr(packed), self.memory()[1])
+
     def plain(self) -> torch.Tensor:
         """The weight (out, in) as the kernel holds it, or will after ``commit``; not to be written."""
         held = self._weight
@@ -81,7 +98,7 @@ class PackedLinear:
         Nothing is unpacked for a matrix that is written completely.
         """
         if end - begin == self.out_features:
-            self._weight, self._open = self._pack(value), None
+            self._replace(value)
             return
         if self._open is None:
             shape = (self.out_features, self.in_features)
@@ -93,7 +110,7 @@ class PackedLinear:
     def commit(self) -> None:
         """Pack what ``write_rows`` wrote."""
         if self._open is not None:
-            self._weight, self._open = self._pack(self.plain()), None
+            self._replace(self.plain())
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x W^T + b``."""
