@@ -33,6 +33,9 @@ TRL, VERL, TORCH = "1.16.0", "0.9.1", "2.13.0"
 VERL_NEEDS = ("ray", "hydra-core", "codetiming", "pandas", "dill", "orjson", "cloudpickle", "importlib_metadata")
 """What verl's arithmetic imports; its own list pins another transformers than TRL's."""
 TOLERANCE = 1e-6
+ESS = "off_policy/ess_token"
+OVERLONG = (12, 5)
+"""The limit and the buffer before it, in tokens."""
 
 
 # ---- Slipstream
@@ -49,8 +52,10 @@ def run_ours(case: dict[str, Any], data: dict[str, np.ndarray]) -> dict[str, np.
         return _our_entropy(case, data)
     if what == "controller":
         return _our_controller(data)
-    if what in ("tis", "mask"):
+    if what in ("tis", "mask", "ess"):
         return _our_correction(case, data)
+    if what == "overlong":
+        return _our_overlong(data)
     return _our_advantage(case, data)
 
 
@@ -160,6 +165,9 @@ def _our_correction(case: dict[str, Any], data: dict[str, np.ndarray]) -> dict[s
     # The sampler's log-probs are ``old`` here, the policy before the update is ``logprobs``.
     batch, mask = _our_batch(data, {}), data["mask"].astype(bool)
     policy = [data["logprobs"][i][mask[i]] for i in range(ROWS)]
+    if case["what"] == "ess":
+        found = correct(batch, policy, OffPolicySettings(), "token_mean").metrics[ESS]
+        return {"value": np.asarray(found.value / found.weight)}
     if case["what"] == "tis":
         result = correct(batch, policy, OffPolicySettings(tis=case["level"]), "token_mean")
         out = np.zeros((ROWS, LENGTH))
@@ -168,6 +176,15 @@ def _our_correction(case: dict[str, Any], data: dict[str, np.ndarray]) -> dict[s
         return {"value": out}
     result = correct(batch, policy, OffPolicySettings(**{k: v for k, v in case.items() if k != "what"}), "token_mean")
     return {"value": np.asarray([(row.weights_T > 0).astype(float) for row in result.batch.rows])}
+
+
+def _our_overlong(data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    from slipstream.algorithms.filters import overlong_penalty
+    from slipstream.config.algorithm import OverlongSettings
+
+    settings = OverlongSettings(factor=1.0, max_tokens=OVERLONG[0], buffer_tokens=OVERLONG[1])
+    lengths = data["mask"].sum(1).astype(int).tolist()
+    return {"value": np.asarray([-overlong_penalty(n, OVERLONG[0], settings) for n in lengths])}
 
 
 def _trajectories(data: dict[str, np.ndarray]) -> list[Any]:
@@ -222,7 +239,16 @@ def _our_advantage(case: dict[str, Any], data: dict[str, np.ndarray]) -> dict[st
 
 
 def run_theirs(peer: str, case: dict[str, Any], data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    if case["what"] == "overlong":
+        return _trl_overlong(data)
     return _trl_loss(case, data) if peer == "trl" else _verl(case, data)
+
+
+def _trl_overlong(data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    from trl.rewards import get_soft_overlong_punishment
+
+    ids = [[1] * int(n) for n in data["mask"].sum(1)]
+    return {"value": np.asarray(get_soft_overlong_punishment(*OVERLONG)(ids))}
 
 
 def _trl_loss(case: dict[str, Any], data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -285,8 +311,11 @@ def _verl(case: dict[str, Any], data: dict[str, np.ndarray]) -> dict[str, np.nda
             controller.update(float(kl), 16)
             seen.append(float(controller.value))
         return {"value": np.asarray(seen)}
-    if what in ("tis", "mask"):
+    if what in ("tis", "mask", "ess"):
         gap, mask = tensor["logprobs"] - tensor["old"], tensor["mask"]
+        if what == "ess":
+            _, metrics = rollout_corr_helper.compute_rollout_correction_weights(gap, mask, "token", 1e9)
+            return {"value": np.asarray(metrics["rollout_is_eff_sample_size"])}
         if what == "tis":
             cap = 2.0 if case["level"] == "token" else 5.0
             weights, _ = rollout_corr_helper.compute_rollout_correction_weights(gap, mask, case["level"], cap)
@@ -472,6 +501,8 @@ def describe(ours: dict[str, Any]) -> str:
         "controller": "kl_controller.kind=adaptive",
         "tis": f"off_policy.tis={ours.get('level')}",
         "gae": "gae_compacted",
+        "ess": ESS,
+        "overlong": "overlong.factor=1",
     }
     bounds = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in ours.items() if k != "what"}
     masks = ", ".join(f"off_policy.{k}={v}" for k, v in bounds.items())

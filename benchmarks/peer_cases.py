@@ -63,6 +63,14 @@ CASES: Sequence[Case] = (
         "here that is dual_clip",
         WIDE,
     ),
+    Case(
+        "Dr. GRPO's reduction",
+        "verl",
+        verl("vanilla", "seq-mean-token-sum-norm"),
+        ours("dual_clip", "seq_mean_token_sum_norm", **CLIP),
+        scale=WIDE,
+    ),
+    Case("plain sum", "verl", verl("vanilla", "token-sum"), ours("dual_clip", "sum", **CLIP), scale=WIDE),
     Case("GSPO", "verl", verl("gspo", "seq-mean-token-mean"), ours("gspo", "sequence_mean", **CLIP)),
     Case("SAPO", "verl", verl("sapo", "seq-mean-token-mean"), ours("sapo", "sequence_mean"), scale=WIDE),
     Case("CISPO", "verl", verl("cispo"), ours("cispo", **CLIP), scale=WIDE),
@@ -133,6 +141,13 @@ CASES: Sequence[Case] = (
     Case("adaptive KL coefficient", "verl", {"what": "controller"}, {"what": "controller"}),
     # ---- verl: off-policy corrections
     Case("TIS per token", "verl", {"what": "tis", "level": "token"}, {"what": "tis", "level": "token"}, scale=WIDE),
+    Case(
+        "effective sample size per token",
+        "verl",
+        {"what": "ess"},
+        {"what": "ess"},
+        note="of weights below verl's cap: it takes the capped ones, here they are those before any correction",
+    ),
     Case("TIS per sequence", "verl", {"what": "tis", "level": "sequence"}, {"what": "tis", "level": "sequence"}),
     Case(
         "geometric sequence mask",
@@ -234,6 +249,7 @@ CASES: Sequence[Case] = (
         note="TRL's epsilon_high is the bound itself, as in Tinker; cispo here takes its distance from 1",
         scale=WIDE,
     ),
+    Case("soft overlong penalty", "trl", {"what": "overlong"}, {"what": "overlong"}),
     Case("SAPO", "trl", trl("sapo"), ours("sapo", "sequence_mean"), scale=WIDE),
     Case("KL in the loss", "trl", trl("grpo", beta=0.1), {**ours("ppo_clip", "sequence_mean", **CLIP), "kl": 0.1}),
     Case(

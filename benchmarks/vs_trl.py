@@ -6,7 +6,8 @@ virtual environment of its own, made here on first use.
 
 A *side* is a process (``slipstream`` or ``trl``) with one dtype and one prompt length; it makes one warm-up step and
 ``--steps`` timed ones.  Sides of one case alternate ``--rounds`` times, and the median over all timed steps counts, so
-that a busy neighbour hits both; ``cpu`` is processor time, which on one thread (``--threads 1``) a neighbour hardly
+that a busy neighbour hits both; with long prompts, of which one step takes TRL minutes, each side has one process and
+one timed step.  ``cpu`` is processor time, which on one thread (``--threads 1``) a neighbour hardly
 moves.  TRL runs without gradient checkpointing, which is faster here than its default.
 
     python benchmarks/vs_trl.py                      # writes benchmarks/results/vs_trl.json
@@ -257,7 +258,8 @@ def measure(python: Path, side: str, dtype: str, length: str, options: argparse.
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "times.json"
         command = [str(python), __file__, "--side", side, "--dtypes", dtype, "--length", length]
-        command += ["--model", options.model, "--steps", str(options.steps), "--out", str(out)]
+        steps = options.steps if length == "short" else 1
+        command += ["--model", options.model, "--steps", str(steps), "--out", str(out)]
         command += ["--threads", str(options.threads)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout, check=False)
         if done.returncode != 0:
@@ -301,7 +303,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         counts = [len(tokenizer(text).input_ids) for text in prompts(length, tokenizer)]
         for dtype in options.dtypes:
             timed: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
-            for _ in range(options.rounds):
+            for _ in range(options.rounds if length == "short" else 1):
                 for side, python in sides.items():
                     timed[side] += measure(python, side, dtype, length, options)
             case: dict[str, Any] = {"prompt_tokens": counts}

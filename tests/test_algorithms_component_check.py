@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import sys
 import textwrap
 
@@ -280,3 +281,53 @@ def test_the_commands_take_import_paths(tmp_path, monkeypatch):
         for registry in (ADVANTAGES, FILTERS, REDUCTIONS):
             for path in [p for p in registry._imported if p.startswith("own_parts")]:
                 registry._imported.pop(path)
+
+
+def test_a_filter_whose_first_answer_is_another():
+    """What is judged anew each time the whole check runs must not hide in the first call."""
+    seen = set()
+
+    def new_ones(groups, algorithm, rollout):
+        fresh = [m for m in groups.voters if m.trajectory_id not in seen]
+        seen.update(m.trajectory_id for m in fresh)
+        return [exclude(m) for m in groups.voters if m not in fresh]
+
+    assert ("error", "repeatable") in rules(flawed_filter(new_ones))
+
+
+def test_what_changes_the_given_is_told_so():
+    def frozen(group, algorithm, rollout):
+        group.voters[0].outcome = None
+        return []
+
+    assert "Do not change what is given" in str(flawed_filter(frozen)[0])
+    FILTERS.remove(NAME)
+
+    def forced(group, algorithm, rollout):
+        for member in group.voters:
+            object.__setattr__(member, "sample", 7)
+        return []
+
+    assert ("error", "in place") in rules(flawed_filter(forced))
+
+
+def test_an_estimator_that_changes_the_arrays_that_it_needs():
+    @register_advantage(NAME, needs=("values",))
+    def shifts(groups, settings):
+        out = {}
+        for group in groups:
+            for tid, values in group.arrays["values"].items():
+                values -= 1.0
+                out[tid] = values
+        return out
+
+    found = check_advantage(NAME)
+    assert {"in place", "repeatable"} & {f.rule for f in found if f.severity == "error"}
+
+
+def test_a_sign_error_and_numbers_from_a_global_generator():
+    found = estimator(lambda groups, s: {t: -v for g in groups for t, v in g.scores().items()})
+    assert ("warning", "direction") in rules(found)
+    ADVANTAGES.remove(NAME)
+    found = estimator(lambda groups, s: {t: v * (random.random() < 2) for g in groups for t, v in g.scores().items()})
+    assert rules(found) == {("error", "repeatable")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import textwrap
 
@@ -275,3 +276,19 @@ def test_the_command_names_what_is_wrong(own_module):
     assert bad.exit_code == 1
     assert "Return one value per token" in bad.output
     assert bad.output.strip().endswith("own_losses:mean: 1 errors, 0 warnings")
+
+
+def test_rare_numbers_from_a_global_generator():
+    """A coin that seldom falls the other way: seen by the generator's state, not by what came of it."""
+
+    def coin(xp, inputs, settings):
+        return LossValues(-inputs.logprobs * (2.0 if random.random() < 1e-12 else 1.0))
+
+    assert "global random generator" in only(findings(coin, needs=()), "repeatable")
+
+
+def test_a_constant_that_goes_by_the_size_of_the_batch():
+    def threshold(xp, inputs, settings):
+        return LossValues(-inputs.logprobs * inputs.advantages * (0.5 if inputs.size > 64 else 1.0))
+
+    assert "the reducer divides" in only(findings(threshold), "size")

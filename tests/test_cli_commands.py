@@ -211,3 +211,18 @@ def test_logs_of_engines_stay_after_an_error_only(tmp_path, error):
         if error:
             raise error
     assert logs.exists() is (error is OSError)
+
+
+def test_plan_refuses_a_loss_of_your_own_that_a_run_would_refuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wild_losses.py").write_text(
+        "from slipstream.algorithms import LossValues\n"
+        "def wild(xp, inputs, settings):\n"
+        "    return LossValues(-xp.exp(inputs.logprobs - inputs.behaviour_logprobs) * inputs.advantages)\n"
+    )
+    given = ["data.train=builtin:arithmetic", "env.id=arithmetic", "algorithm.loss=wild_losses:wild"]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    done = slipstream("plan", *given)
+    assert done.exit_code == 2
+    assert "breaks its contract" in " ".join(done.output.split())

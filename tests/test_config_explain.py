@@ -120,3 +120,16 @@ def test_the_reference_lists_every_key_and_is_written_to_a_path(tmp_path: Path) 
     assert main([str(tmp_path / "page.md")]) == 0
     page = (tmp_path / "page.md").read_text(encoding="utf-8")
     assert [path for path in (*leaves(), *TABLE) if f"| `{path}` |" not in page] == []
+
+
+def test_a_preset_is_explained_with_what_is_given_beside_it() -> None:
+    loaded = load_settings([], ["algorithm.preset=grpo", "algorithm.kl_coef=0.1", "algorithm.entropy_coef=0.01"])
+    inside = dict(explain("algorithm.preset=grpo", loaded.settings, loaded.origins).inside)
+    assert inside["algorithm.kl_coef"] == "0.1 (the preset: 0.04)"
+    assert inside["algorithm.clip_high"] == "0.2"
+    assert inside["algorithm.entropy_coef"] == "0.01"
+
+
+def test_off_is_a_word_though_yaml_reads_it_as_false() -> None:
+    loaded = load_settings([], ["algorithm.preset=dapo", "algorithm.dynamic_sampling.kind=off"])
+    assert loaded.settings.algorithm.dynamic_sampling.kind == "off"

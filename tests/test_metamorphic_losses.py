@@ -134,11 +134,11 @@ def test_permuting_rows_permutes_gradients_and_nothing_else(name, reduction):
 @every_loss
 @pytest.mark.parametrize("fill", [1e6, -math.inf, math.nan])
 def test_what_masked_slots_hold_reaches_neither_value_nor_gradient(name, fill):
-    """Model outputs exist for every slot; only trained ones are gathered."""
+    """Model outputs exist for every slot; only trained ones are gathered, in a pre-pass too."""
     clean, xp = random_batch(9), torch_ops()
-    spec = prepared(clean, full_spec(clean, name), per_row(clean, 10))
 
     def run(batch, filler):
+        spec = prepared(batch, full_spec(clean, name), per_row(clean, 10))
         outputs = []
         for row, trained in zip(batch.rows, per_row(clean, 10), strict=True):
             values = np.full(len(row.targets_T), filler)

@@ -62,6 +62,58 @@ def test_an_exhausted_budget_trains_the_short_batch_at_its_true_denominator():
     assert sum(row.weights_T.sum() for row in batch.rows) == pytest.approx(1.0)
 
 
+QUEUES = [("fully_async", 0), ("fully_async", 1), ("bounded", 1), ("windowed", 1)]
+
+
+@pytest.mark.parametrize(("kind", "staleness"), QUEUES)
+def test_a_queue_whose_budget_is_spent_trains_the_short_batch(kind, staleness):
+    """Nothing more starts, what runs comes back, and what is ready is trained at its true denominator."""
+    settings = ScheduleSettings(kind=kind, prompts_per_step=2, max_staleness_steps=staleness, max_batches_per_step=1)
+    schedule = build_schedule(settings, judge, dynamic=DynamicSamplingSettings(kind="filter", max_rounds=3))
+    schedule.begin_step(0)
+    names = [f"g{n}" for n in range(2 * (staleness + 1))]
+    for name in names:
+        schedule.submitted(name)
+    for n in range(6):  # each refused group makes room for one more, until six are
+        schedule.finished(group(names.pop(0), [1, 1]))
+        assert schedule.select() is None
+        assert schedule.admit() == (1 if n < 5 else 0)
+        if n < 5:
+            names.append(f"g{10 + n}")
+            schedule.submitted(names[-1])
+    last = names.pop()
+    for name in names:
+        schedule.finished(group(name, [1, 1]))
+        assert schedule.select() is None
+        assert schedule.admit() == 0
+    schedule.finished(group(last, [1, 0]))
+    selection = schedule.select()
+    assert selection is not None
+    assert (kept(selection), selection.short) == ([last], True)
+    assert schedule.admit() == 2 * staleness  # the short batch holds the places of a whole one while it is trained
+    batch = compile_batch(selection.groups, compute_advantages(selection.groups, ALGORITHM), "token_mean")
+    assert sum(row.weights_T.sum() for row in batch.rows) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("kind", "staleness"), QUEUES)
+def test_a_step_of_a_queue_may_end_up_with_nothing(kind, staleness):
+    """As in a schedule of whole batches: the step records what was refused, and the next one draws again."""
+    settings = ScheduleSettings(kind=kind, prompts_per_step=1, max_staleness_steps=staleness)
+    schedule = build_schedule(settings, judge, dynamic=DynamicSamplingSettings(kind="filter", max_rounds=2))
+    names = itertools.count()
+    for step in range(3):
+        schedule.begin_step(step)
+        seen: list[str] = []
+        while (selection := schedule.select()) is None:
+            for _ in range(schedule.admit()):
+                schedule.submitted(f"g{next(names)}")
+            seen.append(schedule.running()[0])
+            schedule.finished(group(seen[-1], [1, 1]))
+        assert (kept(selection), selection.short, len(seen)) == ([], True, 2 + staleness)
+        assert {g.group_id for g, _ in selection.left_out} == set(seen)
+        schedule.end_step(step)
+
+
 def test_rounds_start_anew_with_each_step():
     dynamic = DynamicSamplingSettings(kind="filter", max_rounds=2)
     schedule = build_schedule(ScheduleSettings(prompts_per_step=1), judge, dynamic=dynamic)

@@ -31,11 +31,13 @@ class Shape:
     overtake: int
     full: bool
     running: int | None
+    rounds: int | None = None
 
     def build(self, steps: int | None = None) -> BookedSchedule:
         if self.kind in ("sync", "one_step_off"):
             return BatchSchedule(self.batch, judge=spread, ahead=int(self.kind == "one_step_off"), steps=steps)
-        options = {"max_running": self.running, "full_batch": self.full, "steps": steps, "max_batches": 5}
+        options = {"max_running": self.running, "full_batch": self.full, "steps": steps}
+        options |= {"max_batches": 5} if self.rounds is None else {"max_batches": None, "max_rounds": self.rounds}
         if self.kind == "fully_async":
             return FullyAsyncSchedule(self.batch, spread, max_staleness=self.staleness, **options)
         if self.kind == "windowed":
@@ -171,6 +173,18 @@ def test_full_batches_are_full_whatever_is_refused(shape: Shape, data: st.DataOb
     driver, end = run(shape, data, [GOOD, GOOD, FLAT], steps=4)
     if shape.kind not in ("sync", "one_step_off") and end == "done":
         assert len(driver.trained) == 4 * shape.batch
+
+
+@quick
+@given(shapes, st.data())
+def test_a_budget_of_refusals_never_ends_a_run(shape: Shape, data: st.DataObject) -> None:
+    """Whatever is refused or fails: each step ends, in its bound, after a limited number of groups."""
+    shape = Shape(**{**vars(shape), "full": True, "rounds": data.draw(st.integers(1, 3))})
+    driver, end = run(shape, data, [GOOD, FLAT, FLAT, UNSCORED, RAISES], steps=5)
+    assert end == "done", driver.error
+    assert max(driver.lags, default=0) <= shape.lag_bound
+    if shape.kind not in ("sync", "one_step_off", "requeue"):  # what is taken back is started anew beside these
+        assert len(driver.submitted) <= (shape.staleness + 1 + 5 * (shape.rounds + shape.staleness + 2)) * shape.batch
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 5])

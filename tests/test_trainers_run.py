@@ -314,6 +314,27 @@ def test_a_first_round_without_a_spread_is_followed_by_another(
     assert Dull.made > 6
 
 
+@pytest.mark.parametrize("schedule", ["fully_async", "bounded", "windowed"])
+def test_steps_of_a_queue_that_find_no_spread_train_nothing_and_the_run_goes_on(
+    tiny_dir: Path, tmp_path: Path, schedule: str
+) -> None:
+    """After ``max_rounds`` batches of refused groups a step takes what it has, if only that is nothing."""
+    data = rows_for("dull_test", tmp_path / "d.jsonl")
+    Dull.made = -10_000  # the same reward for everyone
+    given = [
+        f"data.train={data}", "data.eval=[]", "schedule.steps=2", f"schedule.kind={schedule}",
+        "schedule.max_staleness_steps=1", "schedule.prompts_per_step=2", "algorithm.drop_zero_variance=true",
+        "algorithm.dynamic_sampling.kind=filter", "algorithm.dynamic_sampling.max_rounds=2",
+        "schedule.step_deadline_seconds=60", "inference.request_timeout_seconds=60",
+    ]  # fmt: skip
+    result = train(tiny_settings(tiny_dir, tmp_path / "r", *given))
+    assert (result.finished, result.steps) == (True, 2)
+    records = list(LedgerReader(tmp_path / "r").trajectories(phase="train"))
+    assert {record.disposition for record in records} == {"filtered:zero_variance"}
+    groups = {record.trajectory.group_id for record in records}
+    assert 2 * 4 <= len(groups) <= 2 * (4 + 2), "two batches of two groups a step, and what ran beside them"
+
+
 def test_a_finished_run_goes_on_when_it_is_given_more_steps(tiny_dir: Path, tmp_path: Path) -> None:
     short = tiny_settings(tiny_dir, tmp_path / "r", "schedule.steps=2", "data.eval=[]")
     assert train(short).steps == 2

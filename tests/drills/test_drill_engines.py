@@ -125,17 +125,22 @@ def judge(drill: Drill, kills: list[Kill], stopped: Counter[str], run_dir: Path)
     drill.notes["turns_gone_on_with"] = len(reader.events("recovered"))
 
 
-def test_an_engine(tiny_dir: Path, tmp_path: Path) -> None:
+needs_router = pytest.mark.skipif(not router_installed(), reason="the wheel vllm-router is not installed")
+
+
+@pytest.mark.parametrize("router", ["client", pytest.param("vllm-router", marks=needs_router)])
+def test_an_engine(router: str, tiny_dir: Path, tmp_path: Path) -> None:
     injected = "signal 9 to a random one of two engine processes, at a random moment in which one serves"
-    with drilling("kill an engine", injected) as drill:
+    name = "kill an engine" if router == "client" else f"kill an engine behind {router}"
+    with drilling(name, injected) as drill:
         with drill.nothing_left() as ports:
             killer = Killer(drill, "serve", 2, 3.0, ports)
-            settings = tiny_settings(tiny_dir, tmp_path / "r", *REPLICAS, "inference.router.process=client")
+            settings = tiny_settings(tiny_dir, tmp_path / "r", *REPLICAS, f"inference.router.process={router}")
             stopped = run_under(settings, killer)
         judge(drill, killer.kills, stopped, tmp_path / "r")
 
 
-@pytest.mark.skipif(not router_installed(), reason="the wheel vllm-router is not installed")
+@needs_router
 def test_the_router(tiny_dir: Path, tmp_path: Path) -> None:
     injected = "signal 9 to vllm-router at a random moment in which it serves two engine processes"
     with drilling("kill the router", injected) as drill:

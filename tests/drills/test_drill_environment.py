@@ -185,15 +185,14 @@ def note_fates(drill: Drill, run_dir: Path) -> None:
 
 
 def test_an_environment_server_that_stays_away(tiny_dir: Path, tmp_path: Path) -> None:
-    few = max(1, MOMENTS // 5)
     name = "kill the environment server for good"
-    with drilling(name, "signal 9 at a random moment; it is back for the next start", least=few) as drill:
+    with drilling(name, "signal 9 at a random moment; it is back for the next start") as drill:
         with drill.nothing_left() as ports:
             server = Server()
             Remote.port = server.port
             ports.add(server.port)
             settings = tiny_settings(tiny_dir, tmp_path / "r", *ASYNC, *ENDLESS, rows_for("remote_drill", tmp_path))
-            for _ in range(few):
+            for _ in range(MOMENTS):
                 server.start()
                 timer = threading.Timer(drill.rng.uniform(0.5, 3.0), server.kill)
                 timer.start()

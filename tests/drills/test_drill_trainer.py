@@ -37,6 +37,7 @@ class Killer:
         ended = self._run(self.whole)
         assert ended.status == 0, ended.output
         self.lifetime = ended.seconds
+        self.hit_again = 0
 
     def _run(self, run_dir: Path, kill_after: float | None = None) -> Ended:
         words = arguments(self.model, run_dir, *self.overrides)
@@ -45,8 +46,11 @@ class Killer:
             "test_drill_trainer:command", log, SECONDS, kill_after=kill_after, arguments=words[words.index("train") :]
         )
 
-    def kill_and_resume(self, i: int) -> Path:
-        """One kill that hit a living run, then the run's end; its directory."""
+    def kill_and_resume(self, i: int, *, again: bool = False) -> Path:
+        """One kill that hit a living run, with ``again`` one more for what goes on, then the end; its directory.
+
+        The second kill comes at any moment of a whole lifetime and may find the run at its end: ``hit_again`` counts.
+        """
         for attempt in range(TRIES):
             run_dir = self.folder / f"run-{i:02d}-{attempt}"
             moment = self.lifetime * self.drill.spread(i)
@@ -59,6 +63,9 @@ class Killer:
             self.lifetime = min(self.lifetime, killed.seconds)
         else:
             raise AssertionError(f"{TRIES} runs had ended before their moment")
+        if again:
+            with self.drill.nothing_left():
+                self.hit_again += self._run(run_dir, self.lifetime * self.drill.rng.random()).killed
         with self.drill.nothing_left():
             resumed = self._run(run_dir)
         assert resumed.status == 0, f"killed at {moment:.2f} s: {resumed.output}"
@@ -103,6 +110,22 @@ def test_an_asynchronous_run(forge: Forge, tiny_dir: Path, tmp_path: Path) -> No
         drill.notes["runs_that_trained_on_work_of_the_dead_start"] = kept
 
 
+def test_a_run_that_is_killed_twice(forge: Forge, tiny_dir: Path, tmp_path: Path) -> None:
+    """What the second start took over from the first must outlive it, too."""
+    injected = "signal 9 at a random moment, and at another one of the run that goes on"
+    with drilling("kill the trainer twice", injected) as drill:
+        drill.known.add(forge.pid)
+        more = [*ASYNC, "schedule.steps=8", "rollout.sampling.max_tokens_per_turn=16"]
+        killer = Killer(forge, drill, tiny_dir, tmp_path, more)
+        for i in range(MOMENTS):
+            run_dir = killer.kill_and_resume(i, again=True)
+            assert len(trained_prompts(run_dir)) == 32, f"{run_dir}: prompts were lost"
+            sound(run_dir)
+            drill.happened("resumed, every prompt once, books balance")
+        drill.notes["second_kills_that_hit"] = killer.hit_again
+        assert killer.hit_again > MOMENTS // 4
+
+
 def goes_on_with_old_work(run_dir: Path) -> bool:
     """Whether the resumed run trained on tokens that the killed one had sampled."""
     return any(
@@ -114,14 +137,13 @@ def goes_on_with_old_work(run_dir: Path) -> bool:
 
 
 def test_a_run_with_engine_processes(forge: Forge, tiny_dir: Path, tmp_path: Path) -> None:
-    """Few moments, since every start waits for two engines; what counts here is that these go, too."""
-    few = max(1, MOMENTS // 5)
+    """What counts here is that the engines go, too."""
     name = "kill the trainer above two engine processes"
-    with drilling(name, "signal 9 at a random moment of its life", least=few) as drill:
+    with drilling(name, "signal 9 at a random moment of its life") as drill:
         drill.known.add(forge.pid)
         killer = Killer(forge, drill, tiny_dir, tmp_path, [*ASYNC, *REPLICAS, "schedule.steps=4"])
-        for i in range(few):
-            run_dir = killer.kill_and_resume(i * MOMENTS // few)
+        for i in range(MOMENTS):
+            run_dir = killer.kill_and_resume(i)
             assert len(trained_prompts(run_dir)) == 16, f"{run_dir}: prompts were lost"
             sound(run_dir)
             drill.happened(f"killed {stood_at(run_dir)}; engines gone; resumed, every prompt once, books balance")

@@ -59,10 +59,13 @@ def _estimator(settings: AlgorithmSettings, estimator: Estimator, samples_per_pr
     for key in _ESTIMATOR_FIELDS:
         if _differs(settings, key) and key not in estimator.defaults:
             readers = [other for other in ADVANTAGES.names() if key in ADVANTAGES.get(other).defaults]
+            preset, default = settings.preset, type(settings).model_fields[key].default
+            given = preset is not None and PRESETS[preset].values.get(key) == getattr(settings, key)
+            mend = f"leave the preset {preset} out, which sets it, or set {key}={default}" if given else f"remove {key}"
             yield Problem(
                 (f"algorithm.{key}", "algorithm.advantage"),
                 f"{name!r} does not read {key}, so this would do nothing",
-                f"remove algorithm.{key}, or use {' or '.join(readers)}",
+                f"{mend}, or use {' or '.join(readers)}",
             )
     try:
         estimator.settings(settings)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from slipstream.algorithms.batch import FloatArray
 from slipstream.algorithms.check import loss_options
 from slipstream.algorithms.compile import compile_batch
 from slipstream.algorithms.filters import BUNDLED, FILTERS, Decision, apply_filters
-from slipstream.algorithms.loss_check import Finding, check_loss
+from slipstream.algorithms.loss_check import Finding, check_loss, random_state
 from slipstream.algorithms.losses import LOSSES
 from slipstream.algorithms.reduce import REDUCTIONS, ReductionSpec, token_weights
 from slipstream.config.algorithm import OverlongSettings
@@ -118,15 +118,28 @@ _OBSERVED = (
     "changes with the number of observed tokens; count sampled tokens only (trajectory.sampled_tokens)",
 )
 _TWICE = ("repeatable", "says something else when it is asked again; keep no state between calls, and draw no numbers")
+_GIVEN = (
+    "Do not change what is given (groups, members, spans, settings): other parts of a step read the same objects. "
+    "Make new ones, or return what you decide"
+)
 
 
 def _differences(
-    ask: Callable[[Sequence[Group]], Any], same: Callable[[Any, Any], bool], what: str
+    ask: Callable[[Sequence[Group]], Any], same: Callable[[Any, Any], bool], what: str, plain: Any
 ) -> Iterator[Finding]:
-    """Rules that an estimator and a filter share: what must not matter does not."""
-    plain = ask(_step())
+    """Rules that an estimator and a filter share: what must not matter does not.  ``plain`` is its first answer."""
+    groups = _step()
+    before, numbers = repr(groups), random_state()
+    again = ask(groups)
+    if repr(groups) != before:
+        yield Finding("error", "in place", f"changes the groups that it is given. {_GIVEN}")
+    if random_state() != numbers:
+        yield Finding("error", "repeatable", f"{what} comes from a global random generator; draw no numbers")
+        return
+    if not same(plain, again):
+        yield Finding("error", _TWICE[0], f"{what} {_TWICE[1]}")  # nothing after it would mean anything
+        return
     trials: tuple[tuple[Sequence[Group], tuple[str, str]], ...] = (
-        (_step(), _TWICE),
         (_step(absent=1e6), _ABSENT),
         (_step(absent=-1e6), _ABSENT),
         (_step(absent=None), _ABSENT),
@@ -138,8 +151,6 @@ def _differences(
         if rule not in told and not same(plain, ask(groups)):
             told.add(rule)
             yield Finding("error", rule, f"{what} {message}")
-            if rule == "repeatable":  # nothing after it would mean anything
-                return
 
 
 def _stopped(call: Callable[[], Any]) -> Finding | None:
@@ -150,13 +161,22 @@ def _stopped(call: Callable[[], Any]) -> Finding | None:
         return Finding("error", "contract", str(error))
     # Fault boundary: the component under test may raise anything.
     except Exception as error:  # noqa: BLE001
+        text = " ".join(str(error).split())
+        if "frozen" in text or "read-only" in text or isinstance(error, FrozenInstanceError):
+            return Finding("error", "in place", f"raises {type(error).__name__}: {text}. {_GIVEN}")
         return Finding(
             "error",
             "runs",
-            f"raises {type(error).__name__}: {error}. A group may have a single voter or none, and members that failed "
+            f"raises {type(error).__name__}: {text}. A group may have a single voter or none, and members that failed "
             "or have no score; group.voters are those that count, and only their rewards are sure to be numbers",
         )
     return None
+
+
+def _first_stop(*calls: Callable[[], Any]) -> list[Finding]:
+    """The finding of the first call that cannot be made, an exception before a refusal."""
+    found = [finding for call in calls if (finding := _stopped(call)) is not None]
+    return sorted(found, key=lambda finding: finding.rule == "contract")[:1]
 
 
 # ---- estimators
@@ -178,13 +198,17 @@ def check_advantage(name: str, settings: AlgorithmSettings | None = None) -> lis
         return {tid: np.broadcast_to(np.asarray(v, dtype=np.float64), sizes[tid]) for tid, v in found.items()}
 
     empty = replace(_step(absent=0.0)[0], members=tuple(_absent("a", 0.0)))
-    if finding := _stopped(lambda: ask([*_step(), replace(empty, group_id="none", members=_renamed(empty, "none"))])):
-        return [finding]
-    findings = list(_differences(ask, _close, "an advantage"))
+    nobody = replace(empty, group_id="none", members=_renamed(empty, "none"))
+    first: dict[str, FloatArray] = {}
+    if stopped := _first_stop(lambda: first.update(ask(_step())), lambda: ask([*_step(), nobody])):
+        return stopped
+    findings = list(_differences(ask, _close, "an advantage", first))
     if any(finding.rule == "repeatable" for finding in findings):
         return findings
-    findings += _keeps_rewards(estimator.function, chosen)
+    findings += _keeps_arrays(chosen)
     found = ask(_step())
+    if estimator.uses_rewards and not estimator.needs:
+        findings += _follows_rewards(found)
     if not any(np.any(values) for values in found.values()):
         findings.append(Finding("warning", "signal", "every advantage is 0, so nothing would be learnt"))
     elif estimator.group_relative and estimator.uses_rewards:
@@ -210,15 +234,36 @@ def _close(a: Mapping[str, FloatArray], b: Mapping[str, FloatArray]) -> bool:
     return a.keys() == b.keys() and all(np.allclose(a[tid], b[tid], rtol=1e-9, atol=1e-12) for tid in a)
 
 
-def _keeps_rewards(function: Callable[..., Any], settings: AlgorithmSettings) -> Iterator[Finding]:
+def _keeps_arrays(settings: AlgorithmSettings) -> Iterator[Finding]:
     """A critic's targets and the record read the same arrays."""
     groups = _step(absent=None)
     rewards: Arrays = {m.trajectory_id: np.arange(m.sampled_tokens) / 4.0 for g in groups for m in g.voters}
-    before = {tid: values.copy() for tid, values in rewards.items()}
-    needs = ADVANTAGES.get(settings.advantage).needs
-    compute_advantages(groups, settings, rewards=rewards, arrays={need: _per_token(groups, need) for need in needs})
-    if any(not np.array_equal(before[tid], rewards[tid]) for tid in before):
-        yield Finding("error", "in place", "changes the rewards in place; other parts of a step read the same arrays")
+    arrays = {need: _per_token(groups, need) for need in ADVANTAGES.get(settings.advantage).needs}
+    given = {"rewards": rewards, **arrays}
+    before = {name: {tid: values.copy() for tid, values in array.items()} for name, array in given.items()}
+    compute_advantages(groups, settings, rewards=rewards, arrays=arrays)
+    for name, old in before.items():
+        if any(not np.array_equal(old[tid], given[name][tid]) for tid in old):
+            what = f"changes the {name.replace('_', ' ')} in place; other parts of a step read the same arrays"
+            yield Finding("error", "in place", what)
+
+
+def _follows_rewards(found: Mapping[str, FloatArray]) -> Iterator[Finding]:
+    """In a group of single outcomes the best member has no lower advantage than the worst, summed over its tokens."""
+    totals = {f"{group}/s{i}": sum(turns) for group, plan in _REWARDS.items() for i, turns in enumerate(plan)}
+    mean = {tid: float(np.mean(values)) for tid, values in found.items() if tid in totals}
+    against = 0
+    for group in ("a", "b", "c"):
+        own = sorted((totals[tid], tid) for tid in mean if tid.startswith(f"{group}/"))
+        if own:
+            against += mean[own[-1][1]] < mean[own[0][1]]
+    if against == 3:
+        yield Finding(
+            "warning",
+            "direction",
+            "in every group the member with the most reward has a lower advantage than the one with the least, so it "
+            "is made less likely; check the sign",
+        )
 
 
 def _says_nothing_of_equals(found: Mapping[str, FloatArray]) -> Iterator[Finding]:
@@ -245,9 +290,10 @@ def check_filter(name: str, settings: AlgorithmSettings | None = None) -> list[F
         return {d.trajectory_id: d for d in apply_filters(groups, chosen, rollout, names=(name,)).decisions}
 
     nobody = Group("none", "p", 3, _renamed(replace(_step()[0], members=tuple(_absent("a", 0.0))), "none"))
-    if finding := _stopped(lambda: ask([*_step(), nobody])):
-        return [finding]
-    findings = list(_differences(ask, dict.__eq__, "a decision"))
+    first: dict[str, Decision] = {}
+    if stopped := _first_stop(lambda: first.update(ask(_step())), lambda: ask([*_step(), nobody])):
+        return stopped
+    findings = list(_differences(ask, dict.__eq__, "a decision", first))
     alone = {tid: d for group in _step() for tid, d in ask([group]).items()}
     if alone != ask(_step()) and not any(finding.rule == "repeatable" for finding in findings):
         findings.append(Finding("error", "state", "a decision changes with the groups that were judged before it"))
@@ -315,9 +361,15 @@ def _function(component: Any) -> Callable[..., Any]:
     return component if callable(component) else component.function  # type: ignore[no-any-return]
 
 
-def refuse_broken(settings: AlgorithmSettings) -> None:
-    """Run the checks of a run's own components; ``ContractError`` names the first broken rule and its mend."""
+def broken_components(settings: AlgorithmSettings) -> Iterator[tuple[str, Finding]]:
+    """Run the checks of a run's own components: ``algorithm.loss=my_pkg:mine`` with each rule that it breaks."""
     for label, check in own_components(settings).items():
         for finding in check():
             if finding.severity == "error":
-                raise ContractError(f"{label} breaks its contract: {finding.rule}: {finding.message}")
+                yield label, finding
+
+
+def refuse_broken(settings: AlgorithmSettings) -> None:
+    """``ContractError`` for the first broken rule of a run's own components, with its mend."""
+    for label, finding in broken_components(settings):
+        raise ContractError(f"{label} breaks its contract: {finding.rule}: {finding.message}")

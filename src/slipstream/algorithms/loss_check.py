@@ -18,6 +18,8 @@ The suite evaluates the loss on small random batches in numpy (float64) and torc
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -79,6 +81,19 @@ def check_loss(name: str, settings: Mapping[str, Any] | None = None, *, seed: in
     return findings
 
 
+def random_state() -> tuple[Any, ...]:
+    """Where the process-wide random generators stand: Python's, numpy's and, where it is loaded, torch's."""
+    torch = sys.modules.get("torch")
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return (
+        random.getstate(),
+        kind,
+        keys.tobytes(),
+        rest,
+        None if torch is None else torch.get_rng_state().numpy().tobytes(),
+    )
+
+
 def reported_metrics(name: str) -> tuple[str, ...]:
     """Names of the metrics that the loss called ``name`` reports, found by asking it about a small batch."""
     loss = LOSSES.get(name)
@@ -90,10 +105,13 @@ def reported_metrics(name: str) -> tuple[str, ...]:
 # ---- a batch, and one evaluation of the loss
 
 
-def _batch(rng: np.random.Generator) -> Batch:
-    """Six rows of different lengths in three groups, with observations between the trained tokens."""
+_SIZES = (3, 5, 1, 4, 2, 6)
+
+
+def _batch(rng: np.random.Generator, sizes: Sequence[int] = _SIZES) -> Batch:
+    """Rows of different lengths in groups of two, with observations between the trained tokens."""
     rows = []
-    for i, trained in enumerate((3, 5, 1, 4, 2, 6)):
+    for i, trained in enumerate(sizes):
         mask = np.ones(trained + 2, dtype=np.bool_)
         mask[[0, trained // 2 + 1]] = False
         n = len(mask)
@@ -113,7 +131,7 @@ def _batch(rng: np.random.Generator) -> Batch:
                 inputs_T=ids,
                 targets_T=ids + 1,
                 trained_T=mask,
-                weights_T=np.where(mask, 1.0 / 21, 0.0),
+                weights_T=np.where(mask, 1.0 / sum(sizes), 0.0),
                 advantages_T=spread(np.full(n, rng.normal())),
                 behaviour_logprobs_T=spread(-np.abs(rng.normal(size=n)) - 0.1),
                 sampling=SamplingSpec(),
@@ -310,15 +328,16 @@ def _keeps_its_word(trial: _Trial) -> Iterator[Finding]:
     spec = trial.prepared()
     inputs = trial.inputs(numpy_ops(), spec, trial.everything, np.concatenate(trial.outputs))
     before = {f.name: np.copy(x) for f in fields(inputs) if isinstance(x := getattr(inputs, f.name), np.ndarray)}
+    numbers = random_state()
     first = np.copy(trial.call(numpy_ops(), inputs).values)
     changed = [name for name, old in before.items() if not np.array_equal(old, getattr(inputs, name), equal_nan=True)]
     if changed:
         yield Finding("error", "in place", f"changes {', '.join(changed)} in place; other terms read the same arrays")
         return
-    if not np.array_equal(first, trial.call(numpy_ops(), inputs).values, equal_nan=True):
-        yield Finding(
-            "error", "repeatable", "two calls give two values; draw by inputs.noise instead of a random generator"
-        )
+    drew = random_state() != numbers
+    if drew or not np.array_equal(first, trial.call(numpy_ops(), inputs).values, equal_nan=True):
+        found = "draws from a global random generator" if drew else "two calls give two values"
+        yield Finding("error", "repeatable", f"{found}; draw by inputs.noise, and keep no state between calls")
 
 
 # ---- rules
@@ -429,6 +448,22 @@ def _rows_stand_alone(trial: _Trial) -> Iterator[Finding]:
             return
 
 
+def _size_does_not_matter(trial: _Trial) -> Iterator[Finding]:
+    """Rows keep their values in a batch of some thousand tokens, in which a threshold on its size would show."""
+    many = _SIZES + 8 * (200, 300)
+    whole = replace(trial, batch=_batch(np.random.default_rng(trial.seed), many))
+    spec = whole.prepared()
+    alone = whole.values(numpy_ops(), spec, list(range(len(_SIZES))), whole.outputs)
+    beside = whole.values(numpy_ops(), spec, whole.everything, whole.outputs)[: len(alone)]
+    if not np.allclose(alone, beside, rtol=1e-9, atol=1e-12):
+        yield Finding(
+            "error",
+            "size",
+            f"a row's values change when its micro-batch grows from {sum(_SIZES)} to {sum(many)} tokens; a loss knows "
+            "nothing of a batch's size, the reducer divides",
+        )
+
+
 def _dropped_tokens_have_no_vote(trial: _Trial) -> Iterator[Finding]:
     """What an off-policy mask dropped says nothing about the tokens that are left."""
     masks = [row.trained_T & (np.cumsum(row.trained_T) == 2) for row in trial.batch.rows]
@@ -515,6 +550,7 @@ _RULES: tuple[Callable[[_Trial], Iterator[Finding]], ...] = (
     _has_gradient,
     _survives_huge_ratios,
     _rows_stand_alone,
+    _size_does_not_matter,
     _dropped_tokens_have_no_vote,
     _order_does_not_matter,
     _leaves_weights_alone,

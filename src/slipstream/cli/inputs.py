@@ -58,15 +58,46 @@ def make_plan(loaded: Loaded, *, count: bool, environ: Mapping[str, str] = os.en
     from slipstream.config import environment_notes, make_plan, read_facts
 
     settings = loaded.settings
+    problems = [*algorithm_problems(settings), *_missing_models(settings), *_missing_files(settings)]
+    if count and not any(problem.severity == "error" for problem in problems):
+        problems += _own_components(settings)
     return make_plan(
         settings,
         read_facts(settings.model.path),
         count_rows(settings.data.train, settings) if count else None,
         count_rows(settings.data.eval, settings) if count else None,
         notes=[*loaded.notes, *environment_notes(environ)],
-        problems=[*algorithm_problems(settings), *_missing_files(settings)],
+        problems=problems,
         memory_bytes=psutil.virtual_memory().total,
     )
+
+
+def _own_components(settings: RunSettings) -> list[Problem]:
+    """Broken rules of the user's own loss, estimator, reduction and filters; a run checks them when it starts."""
+    from slipstream.algorithms.component_check import broken_components
+    from slipstream.config import Problem
+
+    return [
+        Problem((label,), f"breaks its contract: {finding.rule}: {finding.message}", "see slipstream check --help")
+        for label, finding in broken_components(settings.algorithm)
+    ]
+
+
+def _missing_models(settings: RunSettings) -> list[Problem]:
+    """Model directories that are not here."""
+    from slipstream.config import Problem
+
+    algorithm = settings.algorithm
+    paths = {
+        "model.path": settings.model.path,
+        "algorithm.critic.path": algorithm.critic.path,
+        "algorithm.teacher.path": algorithm.teacher.path,
+    }
+    return [
+        Problem((key,), f"{path}: no such directory", "give a model directory, a hub id or a bundled name")
+        for key, path in paths.items()
+        if path is not None and path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().exists()
+    ]
 
 
 def _missing_files(settings: RunSettings) -> list[Problem]:

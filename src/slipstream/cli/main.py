@@ -295,7 +295,8 @@ def explain(
     from slipstream.config import explain as explain_key
     from slipstream.config import render_explanation
 
-    loaded = load(items or [])
+    chosen = [key] if key.startswith("algorithm.preset=") and items else []
+    loaded = load([*(items or []), *chosen])
     Console().print(render_explanation(explain_key(key, loaded.settings if items else None, loaded.origins)))
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from slipstream.config.base import Dtype, OptimizerSettings, Settings, Strings, Urls, section_defaults
 from slipstream.config.presets import PRESETS, overlay
@@ -108,10 +108,14 @@ class OverlongSettings(Settings):
     )
 
 
+_YAML_OFF = BeforeValidator(lambda value: "off" if value is False else value)
+"""YAML 1.1 reads a bare ``off`` as false."""
+
+
 class DynamicSamplingSettings(Settings):
     """What happens when some of a step's groups have no spread (they teach a group-relative estimator nothing)."""
 
-    kind: Literal["off", "filter", "replace"] = Field(
+    kind: Annotated[Literal["off", "filter", "replace"], _YAML_OFF] = Field(
         "off", description="filter: draw more prompts; replace: train groups with spread again in their place."
     )
     max_rounds: int = Field(

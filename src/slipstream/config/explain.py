@@ -59,7 +59,7 @@ def explain(path: str, settings: RunSettings | None = None, origins: Mapping[str
     """
     name, equals, value = path.partition("=")
     if equals and name == "algorithm.preset":
-        return _preset(value)
+        return _preset(value, settings, origins or {})
     if path in leaves():
         return _leaf(leaves()[path], settings, origins or {})
     if path in sections():
@@ -92,7 +92,8 @@ def _leaf(leaf: Leaf, settings: RunSettings | None, origins: Mapping[str, str]) 
     )
 
 
-def _preset(name: str) -> Explanation:
+def _preset(name: str, settings: RunSettings | None, origins: Mapping[str, str]) -> Explanation:
+    """What the preset sets and, under settings that were given, what became of it and what lies beside it."""
     if name not in PRESETS:
         raise SettingsError(f"unknown preset {name!r}.{did_you_mean(name, PRESETS)} Known: {', '.join(PRESETS)}.")
     preset = PRESETS[name]
@@ -101,7 +102,13 @@ def _preset(name: str) -> Explanation:
         + [f"Figures: {preset.figures}"]
         + ([f"Needs {preset.needs} besides."] if preset.needs else [])
     )
-    inside = tuple((path, show(value)) for path, value in preset_leaves(name).items())
+    values = {path: show(value) for path, value in preset_leaves(name).items()}
+    if settings is not None:
+        for path in leaves():
+            if path.startswith("algorithm.") and path != "algorithm.preset" and path in origins:
+                now, own = show(value_at(settings, path)), values.get(path)
+                values[path] = now if own in (None, now) else f"{now} (the preset: {own})"
+    inside = tuple(values.items())
     return Explanation(f"algorithm.preset={name}", "preset", text, inside=inside)
 
 

@@ -125,6 +125,7 @@ _ALL = (
             "clip_low": 3e-4,
             "clip_high": 4e-4,
             "reduction": "sequence_mean",
+            "drop_zero_variance": True,
         },
         figures="Both clip bounds are the paper's (its models, its four mini-batches per step).",
     ),
@@ -142,6 +143,7 @@ _ALL = (
             "clip_low": 1.0,
             "clip_high": 4.0,
             "reduction": "token_mean",
+            "drop_zero_variance": True,
         },
         figures="The paper bounds ratios from above only, and does not print the bound: the cap of 5 (clip_high=4) is "
         "SkyRL's, which takes it from ScaleRL (arXiv 2510.13786).",
@@ -152,8 +154,14 @@ _ALL = (
         (_GROUP, "loss_t = -A (4 / tau) sigmoid(tau (r_t - 1)), tau larger where A < 0", _SEQUENCES),
         "When hard clipping makes training jumpy: tokens far from the anchor fade out instead of being cut off.",
         "arXiv 2511.20347",
-        {"advantage": "grpo", "normalize_by_std": True, "loss": "sapo", "reduction": "sequence_mean"},
-        figures="Both temperatures are the paper's.",
+        {
+            "advantage": "grpo",
+            "normalize_by_std": True,
+            "loss": "sapo",
+            "reduction": "sequence_mean",
+            "drop_zero_variance": True,
+        },
+        figures="Both temperatures (loss_settings tau_positive 1.0 and tau_negative 1.05) are the paper's.",
     ),
     Preset(
         "rloo",
@@ -218,6 +226,7 @@ _ALL = (
             "clip_low": 0.2,
             "clip_high": 0.2,
             "reduction": "token_mean",
+            "drop_zero_variance": True,
         },
         figures="The estimator is the paper's; clip range and token mean are those of the authors' published runs.",
     ),
@@ -250,12 +259,19 @@ _ALL = (
         "Divergence PPO",
         (
             _GROUP,
-            "loss_t = -r_t A, except where r_t leaves a trust region of probability (not of ratio) in A's direction",
+            "loss_t = -r_t A, r against the sampler, except where a token leaves a trust region of probability "
+            "(not of ratio) in A's direction",
             _TOKENS,
         ),
         "Large vocabularies: rare tokens may move freely, likely ones are held back.",
         "arXiv 2602.04879",
-        {"advantage": "grpo", "normalize_by_std": True, "loss": "dppo", "reduction": "token_mean"},
+        {
+            "advantage": "grpo",
+            "normalize_by_std": True,
+            "loss": "dppo",
+            "reduction": "token_mean",
+            "drop_zero_variance": True,
+        },
         figures="The thresholds are those of the paper's stability runs and of the authors' recipe: 0.15 for "
         "divergence=tv, 0.05 for divergence=kl. Its larger runs take 0.2 for tv, as SkyRL does (for kl too). The "
         "division by the standard deviation and the token mean are ours.",
@@ -274,6 +290,7 @@ _ALL = (
             "clip_low": 0.5,
             "clip_high": 4.0,
             "reduction": "token_mean",
+            "drop_zero_variance": True,
         },
         figures="The bounds, ratios of 0.5 to 5, are those published for IcePop; GLM-5 takes 0.5 to 2.",
     ),
@@ -282,7 +299,8 @@ _ALL = (
         "Decoupled PPO",
         (
             _GROUP,
-            "loss_t = -min(prox_t / sampler_t, cap) min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A), "
+            "loss_t = -min(prox_t / sampler_t, behaviour_cap) "
+            "min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A), "
             "r_t = pi_t / prox_t, prox the policy before the update",
             _TOKENS,
         ),
@@ -295,6 +313,7 @@ _ALL = (
             "loss": "decoupled_ppo",
             "old_logprobs": "recompute",
             "reduction": "token_mean",
+            "drop_zero_variance": True,
         },
         figures="The clip range of 0.2 and the number 5 are AReaL's (its recipes clip at 0.4). AReaL leaves out tokens "
         "whose weight exceeds 5; here the weight is cut to 5. The first paper's code bounds the whole ratio at 100.",

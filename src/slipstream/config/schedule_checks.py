@@ -82,8 +82,9 @@ def check_schedule(settings: RunSettings, n_train_rows: int | None) -> Iterator[
 
 
 def _dynamic_sampling(settings: RunSettings) -> Iterator[Problem]:
-    """A queue replaces refused groups one by one (``full_batch``); it knows no rounds and no copies."""
+    """A queue replaces refused groups one by one (``full_batch``); it knows no copies, and one budget."""
     dynamic, kind = settings.algorithm.dynamic_sampling, settings.schedule.kind
+    limit = "max_batches_per_step"
     keys = ("algorithm.dynamic_sampling.kind", "schedule.kind")
     if dynamic.kind == "replace":
         yield Problem(
@@ -91,9 +92,9 @@ def _dynamic_sampling(settings: RunSettings) -> Iterator[Problem]:
             f"the schedule {kind} draws a new group for each that is refused, so none has to stand in for another",
             "use algorithm.dynamic_sampling.kind=filter",
         )
-    elif dynamic.max_rounds != type(dynamic).model_fields["max_rounds"].default:
+    elif dynamic.kind == "filter" and getattr(settings.schedule, limit) != ScheduleSettings.model_fields[limit].default:
         yield Problem(
-            ("algorithm.dynamic_sampling.max_rounds", "schedule.kind"),
-            f"the schedule {kind} draws no rounds; its budget is schedule.max_batches_per_step",
-            "set that instead",
+            (f"schedule.{limit}", "algorithm.dynamic_sampling.kind"),
+            f"with kind=filter a step trains what it has when max_rounds batches were refused, so {limit} is not read",
+            "set algorithm.dynamic_sampling.max_rounds instead",
         )

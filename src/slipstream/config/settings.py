@@ -272,7 +272,10 @@ class ScheduleSettings(Settings):
         False, description="Groups that the filters refuse are replaced at once, so that a step is never short."
     )
     max_batches_per_step: int = Field(
-        30, ge=1, description="A step gives up when this many batches of groups have been refused or have failed."
+        30,
+        ge=1,
+        description="A step gives up when this many batches of groups have been refused or have failed. With "
+        "`algorithm.dynamic_sampling.kind=filter` its `max_rounds` count instead, and the step trains what it has.",
     )
     on_stale: Literal["wait", "drop", "requeue"] = Field(
         "wait", description="Of bounded: a step waits for groups that are due, or too old groups are dropped or redone."

@@ -50,10 +50,12 @@ def build_schedule(
             steps=steps,
             clock=clock,
         )
+    redraws = dynamic.kind == "filter"  # its budget trains a short batch, where the other one ends the run
     options = QueueOptions(
         max_running=settings.max_running_groups,
-        full_batch=settings.full_batch or dynamic.kind == "filter",
-        max_batches=settings.max_batches_per_step,
+        full_batch=settings.full_batch or redraws,
+        max_rounds=dynamic.max_rounds if redraws else None,
+        max_batches=None if redraws else settings.max_batches_per_step,
         steps=steps,
         clock=clock,
     )

@@ -3,7 +3,7 @@
 Owns: the life of a group from submission to a step's record (running, ready, training), judging, eviction, requeueing,
 the counters, lag and age figures, and the state for a checkpoint.
 Refuses: the policy.  A schedule says how many groups may start (``_room``), which of the ready ones a step takes
-(``_choose``) and which have become too old (``_expired``); see the classes of this room.
+(``_choose``), which have become too old (``_expired``) and when to stop drawing (``_spent``); see this room's classes.
 
 Judging happens once, when a group comes back.  With ``replaces`` a group that the judge refuses makes room for another
 at once, so that rejected groups can never block producers; without, it takes its place in a step and is left out there.
@@ -75,7 +75,7 @@ class BookOptions(TypedDict, total=False):
 
 
 class BookedSchedule:
-    """Base of the schedules; implements the protocol but for the three hooks.
+    """Base of the schedules; implements the protocol but for the hooks.
 
     Args:
         prompts_per_step: ``B``, the groups a step takes.
@@ -123,7 +123,7 @@ class BookedSchedule:
         self._finishes = 0
         self._toll = Toll()
 
-    # -- the policy: three hooks ---------------------------------------------------------------------------------
+    # -- the policy: hooks ---------------------------------------------------------------------------------------
 
     def _room(self) -> int:
         """How many more groups may be outstanding now."""
@@ -136,6 +136,10 @@ class BookedSchedule:
     def _expired(self) -> Iterable[Entry]:
         """Entries that may no longer be trained on at the current step."""
         return ()
+
+    def _spent(self) -> bool:
+        """Whether enough was drawn for the next batch; it is what there is once nothing runs."""
+        return False
 
     def _slot(self) -> int:
         """What a new entry's ``slot`` is."""
@@ -164,7 +168,6 @@ class BookedSchedule:
         if step < self._current:
             raise ContractError(f"schedule: cannot begin step {step}; step {self._current} is next")
         self._current, self._open, self._selection = step, True, None
-        self._rejected.clear()
         self._expire()
 
     def end_step(self, step: int) -> None:
@@ -310,7 +313,7 @@ class BookedSchedule:
                 self._check_rejections()
                 return None
             picked = self.ready()  # nothing more can come: the step takes what there is
-            if not picked:
+            if not picked and not self._spent():
                 raise DataError(self._why_empty())
         elif not picked and self._dry and not self._left:
             raise DataError(self._why_empty())
@@ -335,6 +338,7 @@ class BookedSchedule:
                 left.append((entry.group, entry.reason))
                 self.counters.move("accepted", "filtered")
         self._training = list(picked)
+        self._rejected.clear()  # from here on groups are sampled for later steps
         self._toll.trained += len(kept)
         self._toll.trained_seconds += sum(e.finished_at - e.submitted_at for e in kept)
         return Selection(

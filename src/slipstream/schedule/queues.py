@@ -16,6 +16,10 @@ schedule           a step takes                                          lag of 
 
 ``max_running`` limits the groups that run at once, below the capacity.
 
+Dynamic sampling (``max_rounds``): refused groups are replaced (``full_batch``) until ``max_rounds * B`` have been
+refused since the last batch was chosen.  Then nothing more starts, and when what runs has come back the step trains
+what is ready, if only that is nothing, at its true denominator.
+
 >>> schedule = FullyAsyncSchedule(1, max_staleness=2)
 >>> schedule.begin_step(0)
 >>> schedule.admit()
@@ -42,6 +46,7 @@ class QueueOptions(BookOptions, total=False):
 
     max_running: int | None
     full_batch: bool
+    max_rounds: int | None
 
 
 class FullyAsyncSchedule(BookedSchedule):
@@ -54,6 +59,7 @@ class FullyAsyncSchedule(BookedSchedule):
         max_staleness: ``S`` of the capacity rule, in steps; 0 is synchronous training.
         max_running: groups that run at once; None leaves it to the capacity.
         full_batch: refused groups are replaced, so that a step trains on ``B`` groups.
+        max_rounds: batches of refused or failed groups after which a step trains what it has; None never does.
         **options: ``max_batches``, ``steps`` and ``clock`` of ``BookedSchedule``.
     """
 
@@ -67,23 +73,33 @@ class FullyAsyncSchedule(BookedSchedule):
         max_staleness: int,
         max_running: int | None = None,
         full_batch: bool = False,
+        max_rounds: int | None = None,
         **options: Unpack[BookOptions],
     ) -> None:
         super().__init__(prompts_per_step, judge, replaces=full_batch, **options)
+        if max_rounds is not None and max_rounds < 1:
+            raise ContractError(f"schedule: want max_rounds >= 1, got {max_rounds}")
         if max_staleness < 0 or (max_running is not None and max_running < 1):
             raise ContractError(
                 f"schedule: want max_staleness >= 0 and max_running >= 1, got {max_staleness} and {max_running}"
             )
         self.max_staleness = max_staleness
         self.max_running = max_running
+        self.max_rounds = max_rounds
+
+    def _spent(self) -> bool:
+        return self.max_rounds is not None and self._rejected.total() >= self.max_rounds * self.prompts_per_step
 
     def _room(self) -> int:
+        if self._spent():
+            return 0
         if self.max_staleness == 0 and not self._open:
             return 0  # synchronous: nothing is sampled while the loop evaluates or saves
         ahead = self.max_staleness + 1
         if self.steps is not None:
             ahead = min(ahead, max(self.steps - self._current, 0))
-        room = ahead * self.prompts_per_step - self.outstanding
+        # A short batch holds the places of a whole one, or what starts beside it would be older than the bound allows.
+        room = (ahead - (self._selection is not None)) * self.prompts_per_step - len(self._entries)
         return room if self.max_running is None else min(room, self.max_running - self.counters.running)
 
     def _choose(self) -> list[Entry] | None:
