@@ -3,8 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slipstream.algorithms import check_algorithm, loss_spec
+from slipstream.algorithms import algorithm_problems, check_algorithm, loss_spec
 from slipstream.algorithms.losses import LOSSES, register_loss
+from slipstream.config import load_settings
 from slipstream.config.settings import AlgorithmSettings, SamplingSettings
 from slipstream.errors import SettingsError
 
@@ -155,3 +156,11 @@ def test_an_adaptive_coefficient_that_would_switch_itself_off_is_refused():
     adaptive = {"kl_coef": 0.1, "kl_controller": {"kind": "adaptive", "horizon": 20}}
     assert keys(adaptive, prompts_per_step=16) == ["algorithm.kl_controller.horizon"]
     assert keys(adaptive, prompts_per_step=1) == []
+
+
+def test_a_critic_that_is_warmed_up_longer_than_the_run_is():
+    given = ["algorithm.preset=ppo", "algorithm.critic.warmup_steps=10", "schedule.steps=10"]
+    problems = algorithm_problems(load_settings([], given).settings)
+    assert any("never learn" in problem.message for problem in problems)
+    fewer = load_settings([], [*given, "algorithm.critic.warmup_steps=9"]).settings
+    assert not any("never learn" in problem.message for problem in algorithm_problems(fewer))

@@ -248,14 +248,18 @@ def _needed(name: str, voters: Sequence[Trajectory], given: Arrays | None) -> di
 
 def _check_result(name: str, result: Mapping[str, Advantage], sizes: Mapping[str, int]) -> None:
     for wrong in sorted(set(result) ^ set(sizes)):
-        what = "left out voter" if wrong in sizes else "named a stranger,"
-        raise ContractError(f"advantage estimator {name!r} {what} {wrong}")
+        if wrong in sizes:
+            raise ContractError(
+                f"advantage estimator {name!r} left out voter {wrong}; give each of group.voters one, 0 where there is "
+                "nothing to compare"
+            )
+        raise ContractError(f"advantage estimator {name!r} named a stranger, {wrong}; name group.voters alone")
     for tid, value in result.items():
         array = np.asarray(value, dtype=np.float64)
         if array.shape not in ((), (sizes[tid],)) or not np.all(np.isfinite(array)):
             raise ContractError(
                 f"advantage estimator {name!r}: {tid} got {value!r}; want a finite number, or "
-                f"{sizes[tid]} of them (one per sampled token)"
+                f"{sizes[tid]} of them (one per sampled token); equal rewards have a deviation of 0"
             )
 
 

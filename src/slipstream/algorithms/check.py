@@ -122,6 +122,15 @@ def algorithm_problems(settings: RunSettings) -> list[Problem]:
     )
     if _refused((), partial(LOSSES.get, settings.algorithm.loss), "") is None:
         problems += _check_reported(settings)
+    if 0 < settings.schedule.steps <= settings.algorithm.critic.warmup_steps:
+        problems.append(
+            Problem(
+                ("algorithm.critic.warmup_steps", "schedule.steps"),
+                f"the policy waits {settings.algorithm.critic.warmup_steps} steps for its critic and the run has "
+                f"{settings.schedule.steps}, so it would never learn",
+                "lower the warm-up, or give more steps",
+            )
+        )
     return problems
 
 
@@ -161,8 +170,9 @@ def _check_stale(settings: AlgorithmSettings) -> Iterator[Problem]:
         yield Problem(
             ("algorithm.loss", "algorithm.old_logprobs", "schedule.kind"),
             f"samples may be of older weights, and {settings.loss} never sees how likely those made them: {why}",
-            "anchor on the sampler (algorithm.old_logprobs=sampler), correct with algorithm.off_policy, choose a loss "
-            "that needs behaviour log-probs, or train synchronously",
+            "anchor on the sampler (algorithm.old_logprobs=sampler), correct with algorithm.off_policy (tis or a "
+            "sequence mask; a mask of tokens weighs none that are left), choose a loss that needs behaviour log-probs, "
+            "or train synchronously",
         )
 
 

@@ -191,7 +191,8 @@ def token_weights(rows: Sequence[RowShape], reduction: str | ReductionSpec) -> F
     weights = np.asarray(chosen.function(counted, {**chosen.defaults, **spec.settings}), dtype=np.float64)
     if weights.shape != (len(counted),) or not np.all(np.isfinite(weights)):
         raise ContractError(
-            f"reduction {spec.name!r} must return {len(counted)} finite weights, got shape {weights.shape}"
+            f"reduction {spec.name!r} must return {len(counted)} finite weights, got "
+            + (f"shape {weights.shape}" if weights.shape != (len(counted),) else "some that are not finite")
         )
     return np.bincount(origin, weights, minlength=len(rows))
 
