@@ -200,6 +200,16 @@ def test_a_matrix_written_whole_or_in_parts_is_never_unpacked(monkeypatch):
         torch.testing.assert_close(layer.plain(), new, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("rows", [128, 129, 300, 1500])
+def test_a_product_of_many_rows_is_that_of_its_pieces(rows):
+    layer, x, other = PackedLinear(torch.randn(48, 32), torch.randn(48)), torch.randn(rows, 32), torch.randn(rows, 48)
+    want = torch.nn.functional.linear(x, layer.plain(), layer.bias)
+    torch.testing.assert_close(layer(x), want)
+    torch.testing.assert_close(layer.silu(x), torch.nn.functional.silu(want))
+    torch.testing.assert_close(layer.times(x, other), want * other)
+    torch.testing.assert_close(layer.plus(x, other), want + other)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_new_numbers_lie_where_the_old_ones_lay(dtype):
     """The pages below a matrix are chosen once; a product sees what was written last."""
