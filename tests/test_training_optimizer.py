@@ -77,6 +77,19 @@ def test_gradients_in_blocks_are_the_whole_ones(monkeypatch, dtype):
     assert torch.equal(found["1.weight"], 2 * left[:2].float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parameter_that_is_one_number_or_none(dtype):
+    parameters = {
+        "one": torch.nn.Parameter(torch.tensor(2.0, dtype=dtype)),
+        "none": torch.nn.Parameter(torch.zeros(0, 3, dtype=dtype)),
+    }
+    optimizer = MasterOptimizer(parameters, SETTINGS, None)
+    for _ in range(2):
+        (parameters["one"] * 3 + parameters["none"].sum()).backward()
+    assert float(optimizer.gradients()["one"]) == 6.0
+    assert optimizer.step().applied
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_non_finite_gradient_changes_nothing_and_says_where(bad):
     net = model()

@@ -51,7 +51,9 @@ def learning_rate(settings: OptimizerSettings, step: int, total_steps: int | Non
 
 def _blocks(x: Tensor, width: int | None = None) -> tuple[Tensor, ...]:
     """``x`` in blocks of whole rows, of ``_BLOCK`` elements for rows of ``width`` (None is their own)."""
-    rows = max(1, _BLOCK // max(1, x[0].numel() if width is None else width))
+    if x.ndim == 0:
+        return (x,)
+    rows = max(1, _BLOCK // max(1, math.prod(x.shape[1:]) if width is None else width))
     return x.split(rows)
 
 
