@@ -55,7 +55,6 @@ import itertools
 import json
 import math
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -70,7 +69,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
+from machine import machine
 
 from slipstream.config import load_settings
 from slipstream.envs import BaseTextEnv, deregister, register
@@ -462,20 +461,6 @@ def two_cores() -> list[int]:
         raise SystemExit("this benchmark compares what two cores can do, and there is one")
     os.sched_setaffinity(0, cores)
     return cores
-
-
-def machine() -> dict[str, Any]:
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "load_before": [round(x, 2) for x in os.getloadavg()],
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def rounded(value: Any) -> Any:

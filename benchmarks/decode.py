@@ -20,14 +20,14 @@ import contextlib
 import json
 import math
 import os
-import platform
-import re
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from machine import machine
 
 HERE = Path(__file__).resolve().parent
 
@@ -222,6 +222,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 
     from slipstream.inference.embedded.pretrained import load_tokenizer, resolve
 
+    where = {**machine(), "threads": options.threads}
     torch.set_num_threads(options.threads)
     path = resolve(options.model)
     vocab = len(load_tokenizer(path))
@@ -251,25 +252,12 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         if side != "embedded"
     }
     of_bound = {n: round(best["embedded"][n] / limits["limit"][n]["bound_tok_s"], 3) for n in best["embedded"]}
-    machine = {
-        "processor": _processor(),
-        "threads": options.threads,
-        "load": [round(x, 2) for x in os.getloadavg()],
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
     work = {"prompt_tokens": options.prompt_tokens, "new_tokens": options.new_tokens, "rounds": options.rounds}
-    return {**ratios, "tok_s": best, "bounds": limits, "share_of_bound": of_bound, "work": work, "machine": machine}
+    return {**ratios, "tok_s": best, "bounds": limits, "share_of_bound": of_bound, "work": work, "machine": where}
 
 
 def _prompts(rng: Any, count: int, length: int, vocab: int) -> list[list[int]]:
     return [[int(t) for t in rng.integers(100, vocab, length)] for _ in range(count)]
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
-    return names[0] if names else platform.processor()
 
 
 def main() -> None:

@@ -23,7 +23,6 @@ import asyncio
 import contextlib
 import json
 import math
-import platform
 import shutil
 import statistics
 import tempfile
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine import machine
 
 from slipstream.algorithms.advantages import ADVANTAGES
 from slipstream.algorithms.filters import apply_filters
@@ -333,14 +333,6 @@ def tables(record: Mapping[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def machine() -> dict[str, Any]:
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
-    return {"cpu": cpu, "threads": 1, "torch": torch.__version__, "python": platform.python_version()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--presets", nargs="*", default=list(PRESETS), help="which ones; default: every registered one")
@@ -359,7 +351,7 @@ def main() -> None:
     result: dict[str, Any] = json.loads(options.out.read_text()) if options.out.is_file() else {}
     result |= {
         "task": "share of characters before 'a'; tiny random model, 4 prompts x 8 samples, 10 tokens, one turn",
-        "machine": machine(),
+        "machine": {**machine(), "threads": 1},
         "steps": STEPS,
         "lr": RATE,
         "staleness": {

@@ -11,29 +11,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import re
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from machine import commit, processor
+
 ROOT = Path(__file__).parent.parent
 OUT = ROOT / "benchmarks" / "results" / "quickstart.json"
 PAGE = ROOT / "docs" / "results.md"
-
-
-def machine() -> str:
-    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    model = re.search(r"model name\s*: (.+)", text)
-    return f"{model[1] if model else platform.processor()}, {os.cpu_count()} cores"
-
-
-def commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
 
 
 def run_one(kind: str, seed: int) -> dict[str, object]:
@@ -69,7 +57,7 @@ def write_page(runs: list[dict[str, object]]) -> None:
         "", "", "`make quickstart`, held-out execution accuracy, greedy decoding. `make results` measures this table.",
         "",
         header, "|" + "---|" * 10, *[row(r) for r in runs], "",
-        f"Machine: {machine()}. Commit: {commit()}.", "",
+        f"Machine: {processor()}, {os.cpu_count()} cores. Commit: {commit()}.", "",
     ]  # fmt: skip
     PAGE.write_text(head + "## Quickstart" + "\n".join(lines) + rest[table_end:])
 
@@ -87,7 +75,9 @@ def main() -> None:
             if not any((r["kind"], r["seed"]) == (kind, seed) for r in runs):
                 runs.append({**run_one(kind, seed), "commit": here})
                 OUT.parent.mkdir(parents=True, exist_ok=True)
-                OUT.write_text(json.dumps({"machine": machine(), "runs": runs}, indent=1) + "\n")
+                OUT.write_text(
+                    json.dumps({"machine": f"{processor()}, {os.cpu_count()} cores", "runs": runs}, indent=1) + "\n"
+                )
     runs.sort(key=lambda r: (r["kind"] != "short", r["seed"]))
     write_page(runs)
 

@@ -21,8 +21,6 @@ import asyncio
 import heapq
 import itertools
 import json
-import os
-import platform
 import random
 import statistics
 import tempfile
@@ -31,6 +29,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from machine import machine
 
 from slipstream.inference.routing import ReplicaView, RouteRequest, build_policy
 from slipstream.inference.stub import StubEngine, StubResult, StubTimes
@@ -359,6 +359,7 @@ def agree(a: dict[str, dict[str, float]], b: dict[str, dict[str, float]], band: 
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
+    where = machine()
     # As many sessions as all replicas together can run, and caches that hold little more than what runs.
     times = StubTimes(max_running=8, cache_tokens=16384, sequence_seconds=0.001)
     load = Load(options.groups, options.samples, options.in_flight, options.replicas)
@@ -390,12 +391,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         "slow_down": options.slow_down,
         "load": asdict(load),
         "engine": asdict(times),
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "load": [round(x, 2) for x in os.getloadavg()],
-            "python": platform.python_version(),
-        },
+        "machine": where,
         "runs": {
             side: {policy: [{k: round(v, 4) for k, v in run.items()} for run in each] for policy, each in runs.items()}
             for side, runs in per_seed.items()

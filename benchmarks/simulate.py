@@ -6,10 +6,11 @@ It needs no accelerator and no engine; it takes a few minutes of one core.
 from __future__ import annotations
 
 import json
-import platform
 import sys
 import time
 from pathlib import Path
+
+from machine import machine
 
 from slipstream.simulate.calibrate import BOUND, VERL_CANDIDATES, fit_nemo, fit_verl
 from slipstream.simulate.published import NEMO
@@ -18,6 +19,7 @@ RESULTS = Path(__file__).parent / "results" / "simulate.json"
 
 
 def main() -> None:
+    where = machine()
     started = time.perf_counter()
     fits = []
     for case in NEMO:
@@ -34,7 +36,7 @@ def main() -> None:
         json.dumps(
             {
                 "what": "synchronous over asynchronous step time, published against simulated",
-                "python": platform.python_version(),
+                "machine": where,
                 "seconds": round(time.perf_counter() - started, 1),
                 "decode_step_bound_share": BOUND,
                 "cases": [fit.as_json() for fit in fits],

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from machine import machine
 
 HERE = Path(__file__).resolve().parent
 MEMBERS, NEW_TOKENS = 8, 48
@@ -293,6 +294,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     """Every case, alternating sides; medians and ratios."""
     from slipstream.inference.embedded.pretrained import load_tokenizer, resolve
 
+    where = {**machine(), "threads": options.threads}
     options.model = resolve(options.model)
     tokenizer = load_tokenizer(options.model)
     trl_python = make_trl_venv(options.trl_venv)
@@ -315,7 +317,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
             case["ratio"] = round(case["trl"]["total"] / case["slipstream"]["total"], 2)
             cases[f"{length}/{dtype}"] = case
             print(f"{length}/{dtype}: {json.dumps(case)}", flush=True)
-    return {**_ratios(cases), "cases": cases, "gemm_gflops": peak, "machine": _machine(options)}
+    return {**_ratios(cases), "cases": cases, "gemm_gflops": peak, "machine": where}
 
 
 def _ratios(cases: dict[str, Any]) -> dict[str, float]:
@@ -337,15 +339,6 @@ def _ratios(cases: dict[str, Any]) -> dict[str, float]:
     if "long" in lengths:
         out["ratio_best_long"] = best("long")
     return out
-
-
-def _machine(options: argparse.Namespace) -> dict[str, Any]:
-    model = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            model = line.split(":", 1)[1].strip()
-            break
-    return {"cpu": model, "cores": os.cpu_count(), "threads": options.threads, "load": list(os.getloadavg())}
 
 
 def main() -> None:

