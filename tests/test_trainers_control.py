@@ -55,6 +55,23 @@ def warnings_of(ledger: Ledger) -> list[str]:
     return [event.data["message"] for event in ledger.reader.events("warning")]
 
 
+def test_a_rule_on_the_warm_start_ends_it_and_is_not_missed_in_steps_of_rl(tmp_path: Path) -> None:
+    loss = RuleSettings(metric="sft/loss", above=3.0, window=2)
+    keeping, ledger = keeper(tmp_path, loss)
+    with ledger:
+        control = Control()
+        keeping.on_step_end(StepInfo("rl", 1, 9, {"m": 1.0}), control)
+        keeping.on_step_end(StepInfo("rl", 2, 9, {"m": 1.0}), control)
+        assert warnings_of(ledger) == []
+        keeping.on_step_end(StepInfo("sft", 1, 9, {"sft/loss": 5.0}), control)
+        assert control.stop_reason is None
+        keeping.on_step_end(StepInfo("sft", 2, 9, {"sft/loss": 4.0}), control)
+        assert control.stop_reason == "rule: sft/loss was 4.5 over the last 2 values, above 3"
+        misspelt, _ = keeper(tmp_path, RuleSettings(metric="sft/lost", above=3.0))
+        misspelt.on_step_end(StepInfo("sft", 1, 9, {"sft/loss": 5.0}), control)
+        assert "there is sft/loss" in warnings_of(ledger)[0]
+
+
 def test_a_rule_that_watches_nothing_is_told_of_once_with_the_nearest_names(tmp_path: Path) -> None:
     misspelt = RuleSettings(metric="reward/avg_raw_rewards", below=0.1, window=2)
     held = RuleSettings(metric="reward/avg_raw_reward", below=0.1, window=1)

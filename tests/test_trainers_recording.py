@@ -106,24 +106,24 @@ LATE = {(0, "start"): 0.1, (1, "rl"): 0.2}
 @pytest.mark.parametrize(
     ("one", "other", "whole", "differing", "evaluations"),
     [
-        ((STEPS, SCORES), (STEPS, SCORES), True, [], True),
-        ((STEPS, SCORES), ({1: "a"}, SCORES), True, [2], True),
-        (({1: "a"}, SCORES), ({1: "a"}, SCORES), True, [2], True),  # missing on both sides is not equal
-        ((STEPS, SCORES), (STEPS, LATE), True, [], False),
-        ((STEPS, LATE), (STEPS, SCORES), True, [], False),
-        ((STEPS, SCORES), (STEPS, {}), True, [], False),
-        ((STEPS, SCORES), (STEPS, LATE), False, [], True),  # the replay ends before the last evaluation
-        ((STEPS, SCORES), (STEPS, {(0, "start"): 0.1}), False, [], False),
+        ((STEPS, SCORES), (STEPS, SCORES), True, [], []),
+        ((STEPS, SCORES), ({1: "a"}, SCORES), True, [2], []),
+        (({1: "a"}, SCORES), ({1: "a"}, SCORES), True, [2], []),  # missing on both sides is not equal
+        ((STEPS, SCORES), (STEPS, LATE), True, [], ["rl of all at step 2 (not in the replay)"]),
+        ((STEPS, LATE), (STEPS, SCORES), True, [], ["rl of all at step 2 (only in the replay)"]),
+        ((STEPS, LATE), (STEPS, {(0, "start"): 0.7, (1, "rl"): 0.2}), True, [], ["start of all at step 0"]),
+        ((STEPS, SCORES), (STEPS, LATE), False, [], []),  # the replay ends before the last evaluation
+        ((STEPS, SCORES), (STEPS, {(0, "start"): 0.1}), False, [], ["rl of all at step 1 (not in the replay)"]),
     ],
 )
 def test_what_one_side_lacks_is_a_difference(
-    one: Any, other: Any, whole: bool, differing: list[int], evaluations: bool, monkeypatch: pytest.MonkeyPatch
+    one: Any, other: Any, whole: bool, differing: list[int], evaluations: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = {Path("/one"): Ledgers(*one), Path("/other"): Ledgers(*other)}
     monkeypatch.setattr(replay, "LedgerReader", held.__getitem__)
     verdict = replay._compare(Path("/one"), Path("/other"), 2, whole=whole)
-    assert (list(verdict.differing), verdict.evaluations_equal) == (differing, evaluations)
-    assert verdict.equal == (not differing and evaluations)
+    assert (list(verdict.differing), list(verdict.evaluations)) == (differing, evaluations)
+    assert verdict.equal == (not differing and not evaluations)
 
 
 def test_a_fast_run_has_no_recording(tiny_dir: Path, tmp_path: Path) -> None:

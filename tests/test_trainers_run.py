@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 from run_kit import EXACT, tiny_settings, weights_digest
 from slipstream.config import dump_settings
 from slipstream.envs import BaseTextEnv, register
-from slipstream.errors import BudgetExceededError, CheckpointError, SettingsError
+from slipstream.errors import BudgetExceededError, CheckpointError, LedgerError, SettingsError
 from slipstream.ledger import LedgerReader
 from slipstream.trainers.callbacks import Callback, Control, StepInfo
 from slipstream.trainers.run import train
@@ -53,6 +55,33 @@ def test_the_same_seed_twice_is_bit_equal_in_weights_losses_and_ledger(
     losses = [[m.values["policy/final_loss"] for m in r.metrics("train")] for r in (first, second)]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 6
+
+
+def test_a_directory_that_another_process_writes_is_refused_and_not_touched(
+    uninterrupted: Path, tiny_dir: Path, tmp_path: Path
+) -> None:
+    """Also its last bytes: two writers would interleave one ledger. The lock ends with a process that is killed."""
+    run_dir = tmp_path / "held"
+    run_dir.mkdir()
+    code = """
+import sys, time, pathlib
+from slipstream.ledger.lock import only_writer
+with only_writer(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+    holder = subprocess.Popen([sys.executable, "-c", code, str(run_dir)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(LedgerError, match=rf"another process \(process {holder.pid} on .*\); wait for it"):
+            train(tiny_settings(tiny_dir, run_dir, *EXACT))
+        assert [file.name for file in run_dir.iterdir()] == ["run.lock"]
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert train(tiny_settings(tiny_dir, run_dir, *EXACT)).finished
+    assert weights_digest(run_dir) == weights_digest(uninterrupted)
 
 
 def test_another_seed_differs(uninterrupted: Path, tiny_dir: Path, tmp_path: Path) -> None:

@@ -527,7 +527,8 @@ def replay(
     print(
         f"{whole.steps} steps repeated in {whole.replayed_in}: "
         + (f"steps {list(whole.differing)} differ" if whole.differing else "every step equal to the bit")
-        + f", evaluations {'equal' if whole.evaluations_equal else 'DIFFER'}, {weights[whole.weights_equal]}"
+        + (f", evaluations DIFFER: {', '.join(whole.evaluations)}" if whole.evaluations else ", evaluations equal")
+        + f", {weights[whole.weights_equal]}"
     )
     if not whole.equal:
         raise typer.Exit(FOUND)

@@ -43,19 +43,20 @@ COUNTS_OF_THE_SCHEDULE = ("schedule/",)
 class RunVerdict:
     """``differing`` are the steps whose content is not equal, or that one side lacks.
 
-    ``evaluations_equal`` asks for the same ones on both sides; ``weights`` compares the exported models, if both are.
+    ``evaluations`` names those that differ or that one side lacks; ``weights_equal`` compares the exported models, if
+    both are.
     """
 
     steps: int
     differing: Sequence[int]
-    evaluations_equal: bool
+    evaluations: Sequence[str]
     weights_equal: bool | None
     replayed_in: Path
 
     @property
     def equal(self) -> bool:
         """Everything that was compared is equal to the bit."""
-        return not self.differing and self.evaluations_equal and self.weights_equal is not False
+        return not self.differing and not self.evaluations and self.weights_equal is not False
 
 
 def replay_run(run_dir: Path, into: Path | None = None) -> RunVerdict:
@@ -114,7 +115,14 @@ def _compare(first: Path, second: Path, steps: int, *, whole: bool) -> RunVerdic
         scores = [{name: s for name, s in held.items() if name[::2] != (steps, "rl")} for held in scores]
     weights = [_weights_digest(path) for path in (first, second)]
     same = None if None in weights else weights[0] == weights[1]
-    return RunVerdict(steps, differing, scores[0] == scores[1], same, second)
+    evaluations = [
+        f"{stage} of {name} at step {step}"
+        + (" (not in the replay)" if key not in scores[1] else " (only in the replay)" if key not in scores[0] else "")
+        for key in sorted(scores[0].keys() | scores[1].keys())
+        for step, name, stage in [key]
+        if scores[0].get(key) != scores[1].get(key)
+    ]
+    return RunVerdict(steps, differing, evaluations, same, second)
 
 
 def _name(event: Event) -> tuple[Any, ...]:

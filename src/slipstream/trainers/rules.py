@@ -7,7 +7,8 @@ A rule takes the mean of a metric over its last ``window`` values, those of earl
 there are so many; what is no number is out of bounds.  ``rollback`` names a checkpoint of the run's lineage from before
 the window began: this start ends, and the next one goes on from there.
 
-A metric that has not come in ``window`` steps (``eval/``: evaluations), or in the whole run, is warned of.
+A metric that has not come in ``window`` steps (``eval/``: evaluations, ``sft/``: steps of the warm start), or in the
+whole run, is warned of.
 
 >>> rule = RuleSettings(metric="reward/avg_raw_reward", below=0.1, window=2)
 >>> verdict(rule, [0.5, 0.2]), verdict(rule, [0.1, 0.05])
@@ -26,6 +27,9 @@ from slipstream.config.settings import RuleSettings
 from slipstream.ledger import Ledger
 from slipstream.trainers.callbacks import Callback, Control, StepInfo
 from slipstream.trainers.checkpoint import CheckpointStore
+
+_KINDS = ("eval/", "sft/")
+"""Metrics with these prefixes come from evaluations and from the supervised warm start, all others from steps of RL."""
 
 
 def verdict(rule: RuleSettings, values: Sequence[float]) -> str | None:
@@ -66,6 +70,8 @@ class RuleKeeper(Callback):
     def on_train_start(self, info: StepInfo, control: Control) -> None:
         if not self.rules:
             return
+        for row in self._ledger.reader.metrics("sft"):
+            self._note(row.values, row.step)
         for row in self._ledger.reader.metrics("train"):
             if row.step <= info.step:
                 self._note(row.values, row.step)
@@ -74,21 +80,20 @@ class RuleKeeper(Callback):
                 self._note(event.data["scores"], event.step)
 
     def on_step_end(self, info: StepInfo, control: Control) -> None:
-        if info.phase == "rl":
-            self._judge(info, control)
-            self._miss(info.step, evaluated=False)
+        self._judge(info, control)
+        self._miss(info.step, "sft/" if info.phase == "sft" else "")
 
     def on_eval_end(self, info: StepInfo, control: Control) -> None:
         self._judge(StepInfo(info.phase, info.step, info.total_steps, _only_eval(info.metrics)), control)
-        self._miss(info.step, evaluated=True)
+        self._miss(info.step, "eval/")
 
     def on_train_end(self, info: StepInfo, control: Control) -> None:
         for rule in self.rules if info.step >= info.total_steps else ():
             self._tell(rule.metric, info.step)
 
-    def _miss(self, step: int, *, evaluated: bool) -> None:
-        """Count how often what has not come could have."""
-        rules = [rule for rule in self.rules if rule.metric.startswith("eval/") == evaluated]
+    def _miss(self, step: int, kind: str) -> None:
+        """Count how often what has not come could have: ``kind`` is a prefix, or empty for steps of RL."""
+        rules = [rule for rule in self.rules if kind == next((k for k in _KINDS if rule.metric.startswith(k)), "")]
         self._missed.update({rule.metric for rule in rules})
         for rule in rules:
             if self._missed[rule.metric] >= rule.window:

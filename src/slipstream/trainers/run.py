@@ -33,6 +33,7 @@ from slipstream.envs.registration import import_modules
 from slipstream.errors import SettingsError
 from slipstream.inference.embedded.engine import EmbeddedEngine
 from slipstream.ledger import Ledger, build_sinks, next_incarnation, write_report
+from slipstream.ledger.lock import only_writer
 from slipstream.ledger.records import Stage
 from slipstream.rollout.types import AttemptCancelled, GroupTask, RolloutEvent, TurnRecovered
 from slipstream.rollout.waves import WaveLog
@@ -116,12 +117,13 @@ class Run:
             self.run_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SettingsError(f"run_dir={self.run_dir} cannot be made ({error.strerror}); choose another") from error
-        found = self.saver.find()
-        if found is not None and found.state["progress"]["finished"] and not self._goes_on(found):
-            self.progress = Progress(**found.state["progress"])
-            return self._result(self._report())
-        incarnation = next_incarnation(self.run_dir)
         async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(only_writer(self.run_dir))
+            found = self.saver.find()
+            if found is not None and found.state["progress"]["finished"] and not self._goes_on(found):
+                self.progress = Progress(**found.state["progress"])
+                return self._result(self._report())
+            incarnation = next_incarnation(self.run_dir)
             self.ledger = stack.enter_context(Ledger(self.run_dir, incarnation))
             self.ledger.event(
                 "run_started", settings=self.settings, resumed_from=found.directory.name if found else None
