@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from run_kit import start, tiny_settings
 from slipstream.errors import LedgerError
 from slipstream.ledger import LedgerReader
 from slipstream.ledger.journal import read_lines
-from slipstream.rollout import AttemptSuperseded, GroupFinished, MemberFinished, TurnCompleted
+from slipstream.rollout import AttemptCancelled, AttemptSuperseded, GroupFinished, MemberFinished, TurnCompleted
 from slipstream.rollout.progress import MemberProgress
 from slipstream.trainers.journal import RolloutJournal, recover
 from slipstream.trajectory import Failed, Group
@@ -93,6 +94,31 @@ async def test_a_group_goes_on_from_its_completed_turns_and_no_finished_token_is
         assert new.rewards == old.rewards
         assert [t.observations for t in new.turns] == [t.observations for t in old.turns]
     assert [type(e) for e in events if isinstance(e, TurnCompleted)] == [TurnCompleted] * 2, "only the second turns"
+
+
+async def test_a_sample_that_is_taken_back_while_it_waits_for_its_turn_is_told_of_with_what_it_had(
+    tmp_path: Path,
+) -> None:
+    """One of two samples plays (``concurrency`` 1); both have a turn of an earlier start, and no token may vanish."""
+    await journalled(tmp_path, turns=1)
+    known = recover(tmp_path, "rl-000003", None, newest=3)[1]["g0"]
+    carried = sum(member.tokens for member in known.values())
+    told: list[Any] = []
+    engine = fake(step_seconds=10.0)
+    rollout = generator(engine, env, told, concurrency=1)
+    running = asyncio.ensure_future(rollout.generate_group(replace(task(n=2), progress=known)))
+    while not rollout.meter.outstanding:
+        await asyncio.sleep(0.001)
+    assert rollout.held_tokens() == carried
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await rollout.aclose()
+    cancelled = [event.trajectory for event in told if isinstance(event, AttemptCancelled)]
+    assert sorted(member.sample for member in cancelled) == [0, 1]
+    assert carried > 0
+    apart = sum(member.sampled_tokens for member in cancelled)
+    assert apart + rollout.meter.dropped + rollout.held_tokens() == carried + rollout.meter.delivered["train"]
 
 
 async def test_finished_members_are_kept_whole(tmp_path: Path) -> None:

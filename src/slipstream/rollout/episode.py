@@ -27,6 +27,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -518,10 +519,16 @@ class Episode:
         builder.apply(glue, turn)
 
 
-async def run_cancellable(episode: Episode, on_cancel: Callable[[Trajectory], None]) -> Trajectory:
-    """``episode.run()``; a cancelled episode's record goes to ``on_cancel`` before the cancellation goes on."""
+async def run_cancellable(
+    episode: Episode, on_cancel: Callable[[Trajectory], None], slot: AbstractAsyncContextManager[Any]
+) -> Trajectory:
+    """``episode.run()`` within ``slot``; a cancelled episode's record goes to ``on_cancel`` before the error goes on.
+
+    That holds also for one that still waits for its slot: it may have turns of an earlier start.
+    """
     try:
-        return await episode.run()
+        async with slot:
+            return await episode.run()
     except asyncio.CancelledError:
         on_cancel(episode.cancelled("the task was cancelled"))
         raise

@@ -17,6 +17,7 @@ been asked for when the first episode asks the engine.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Sequence
@@ -259,12 +260,9 @@ class TurnGenerator:
 
         ended: Trajectory | None = None
         try:
-            if self.gate is not None:
-                # Waves need every live episode at the gate, so a bound here would stop them.
-                ended = await run_cancellable(episode, told)
-            else:
-                async with self._semaphore():
-                    ended = await run_cancellable(episode, told)
+            # Waves need every live episode at the gate, so a bound here would stop them.
+            slot = self._semaphore() if self.gate is None else contextlib.nullcontext()
+            ended = await run_cancellable(episode, told, slot)
             return ended
         finally:
             if isinstance(self.engine, KeepsSessions):
