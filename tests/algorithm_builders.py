@@ -125,9 +125,11 @@ def per_row(batch: Batch, seed: int, scale: float = 1.0) -> list[np.ndarray]:
 
 def full_spec(batch: Batch, name: str, kl: str = "k3", settings=None, **changes) -> LossSpec:
     """A spec with every term on, and every per-row array that some loss needs."""
+    if settings is None:
+        settings = {"clip_cov": {"fraction": 0.3, "cov_low": -5.0}}.get(name, {})  # its defaults choose none of so few
     spec = LossSpec(
         name,
-        settings or {},
+        settings,
         old_logprobs=per_row(batch, 11),
         ref_logprobs=per_row(batch, 12),
         teacher_logprobs=per_row(batch, 13),

@@ -142,5 +142,7 @@ def cross_entropy(t, tokens):
 
 
 def value_clip(t, tokens, clip=0.2):
+    if clip is None:
+        return 0.5 * (t.value - t.ret) ** 2
     moved = t.old_value + max(-clip, min(clip, t.value - t.old_value))
     return 0.5 * max((t.value - t.ret) ** 2, (moved - t.ret) ** 2)

@@ -6,6 +6,7 @@ import pytest
 from slipstream.algorithms import algorithm_problems, check_algorithm, loss_spec
 from slipstream.algorithms.losses import LOSSES, register_loss
 from slipstream.config import load_settings
+from slipstream.config.presets import PRESETS
 from slipstream.config.settings import AlgorithmSettings, SamplingSettings
 from slipstream.errors import SettingsError
 
@@ -102,6 +103,23 @@ def test_more_minibatches_than_groups_are_refused():
 def test_no_op_choices_are_warned_about():
     assert keys({"kl_estimator": "k2"}, severity="warning") == ["algorithm.kl_estimator"]
     assert keys({"kl_estimator": "k1", "kl_coef": 0.1}, severity="warning") == ["algorithm.kl_estimator"]
+    dapo = {"preset": "dapo", **PRESETS["dapo"].values, "kl_estimator": "k2"}
+    assert "algorithm.kl_estimator" in keys(dapo, severity="warning"), "no preset set that"
+
+
+def test_a_denominator_of_a_plain_sum_is_refused():
+    masked = {"old_logprobs": "recompute", "off_policy": {"token_mask_high": 2.0, "denominator": "kept"}}
+    assert keys({**masked, "reduction": "sum"}) == ["algorithm.off_policy.denominator"]
+    assert keys({**masked, "reduction": "token_mean"}) == []
+
+
+def test_a_loss_that_clips_by_other_names_says_so():
+    found = check_algorithm(
+        AlgorithmSettings(loss="tinker_cispo", clip_high=3.0), SamplingSettings(), samples_per_prompt=8
+    )
+    (message,) = [str(problem) for problem in found if "algorithm.clip_high" in problem.keys]
+    assert "clips by clip_low_threshold, clip_high_threshold" in message
+    assert "algorithm.loss_settings.clip_high_threshold" in message
 
 
 def test_problems_name_the_mend_and_suggest():

@@ -45,6 +45,12 @@ DISTIL = {"advantage": "distill", "drop_zero_variance": False, "teacher": {"path
         ),
         ({"reduction_tokens": 9}, "algorithm.reduction_tokens"),
         ({"filters": "truncatd"}, "algorithm.filters"),
+        ({"filters": "truncated"}, "algorithm.filters"),
+        ({"filters": "zero_variance", "drop_zero_variance": False}, "algorithm.filters"),
+        (
+            {"normalize_by_std": False, "advantage_settings": {"std_eps": 0.1}},
+            "algorithm.advantage_settings.std_eps",
+        ),
         ({"filters": "no_such_module:f"}, "algorithm.filters"),
         ({"overlong": {"max_tokens": 9}}, "algorithm.overlong.factor"),
         ({"advantage_settings": {"std_eps": 0}}, "algorithm.advantage_settings"),

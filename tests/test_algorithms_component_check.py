@@ -56,6 +56,43 @@ def test_every_bundled_estimator_passes(name):
     assert check_advantage(name) == []
 
 
+def test_a_division_of_what_rounding_left_of_equal_rewards():
+    def naive(groups, settings):
+        out = {}
+        for group in groups:
+            scores = np.array(list(group.scores().values()))
+            out |= {tid: (v - scores.mean()) / (scores.std() + 1e-12) for tid, v in group.scores().items()}
+        return out
+
+    found = estimator(naive)
+    assert rules(found) == {("error", "equal rewards")}
+    assert "rounding" in found[0].message
+
+
+def test_a_difference_that_rounding_left_is_no_fault():
+    def centred(groups, settings):
+        out = {}
+        for group in groups:
+            scores = group.scores()
+            out |= {tid: v - sum(scores.values()) / len(scores) for tid, v in scores.items()}
+        return out
+
+    assert estimator(centred) == []
+
+
+def test_rewards_that_are_read_past_those_that_are_given():
+    def own(groups, settings):
+        out = {}
+        for group in groups:
+            totals = {m.trajectory_id: m.total_reward for m in group.voters}
+            out |= {tid: v - sum(totals.values()) / len(totals) for tid, v in totals.items()}
+        return out
+
+    found = estimator(own)
+    assert rules(found) == {("error", "rewards")}
+    assert "kl_in=reward" in found[0].message
+
+
 @pytest.mark.parametrize("name", REDUCTIONS.names())
 def test_every_bundled_reduction_passes(name):
     assert check_reduction(name) == []

@@ -133,6 +133,19 @@ def test_a_division_by_an_advantage_of_zero():
     assert "a value is not finite where an advantage is 0" in only(findings(by_sign), "finite")
 
 
+def test_a_logarithm_that_a_certain_token_makes_infinite():
+    """The complement of a probability of 1; sharp policies are certain at most places."""
+
+    def loss(xp, inputs, settings):
+        other = xp.log(1 - xp.exp(inputs.behaviour_logprobs)) - xp.log(1 - xp.exp(inputs.logprobs))
+        ratio = xp.exp(log_ratio(xp, inputs.logprobs, inputs.behaviour_logprobs))
+        return LossValues(-ratio * inputs.advantages + 0.01 * xp.clip(other, -5, 5))
+
+    found = findings(loss, needs=("behaviour_logprobs", "advantages"))
+    assert {finding.rule for finding in found} == {"finite"}
+    assert "was certain" in found[0].message
+
+
 def test_weights_applied_twice():
     found = findings(lambda xp, i, s: LossValues(-i.weights * ratio(xp, i) * i.advantages))
     assert "count twice" in only(found, "weights")

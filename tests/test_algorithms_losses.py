@@ -115,6 +115,27 @@ def test_the_anchor_and_the_reference_are_constants_also_when_they_carry_a_graph
     assert own.grad.tolist() == [1.0]
 
 
+def test_a_loss_is_given_what_it_declares_and_the_reducer_applies_the_coefficients():
+    """Else a reference that is there for the KL term, or a weight of the reducer's, would change a loss unseen."""
+    seen = []
+
+    @register_loss("peeks_for_tests")
+    def peeks(xp, inputs, settings):
+        seen.append((inputs.ref_logprobs, inputs.coefficient, inputs.noise, inputs.old_logprobs is None))
+        return LossValues(-inputs.advantages * inputs.logprobs)
+
+    try:
+        rows = [batch_row("a", [1, 1])]
+        arrays = {"old_logprobs": [np.array([-1.0, -2.0])], "ref_logprobs": [np.array([-1.5, -1.0])]}
+        spec = LossSpec("peeks_for_tests", {}, **arrays, coefficients=[np.array([0.5, 2.0])])
+        _, gradient, _ = run(rows, [-1.0, -2.0], spec)
+        _, plain, _ = run(rows, [-1.0, -2.0], replace(spec, coefficients=None))
+    finally:
+        LOSSES.remove("peeks_for_tests")
+    assert seen == [(None, None, None, False)] * 2
+    np.testing.assert_allclose(gradient, plain * [0.5, 2.0])
+
+
 def test_kl_estimators_by_hand():
     xp, d = numpy_ops(), math.log(2.0)
     own, ref = np.array([-1.0]), np.array([-1.0 - d])

@@ -170,6 +170,7 @@ def test_contradictions_are_refused(given: list[str], key: str) -> None:
         (["training.optimizer.warmup_steps=100"], "training.optimizer.warmup_steps"),
         (["model.dtype=float32"], "model.dtype"),
         (["algorithm.clip_low=1.5"], "algorithm.clip_low"),
+        (["algorithm.clip_low=1.5", "algorithm.loss=dual_clip"], "algorithm.clip_low"),
         (["algorithm.old_logprobs=recompute"], "algorithm.old_logprobs"),
         (["rollout.concurrency=4"], "rollout.concurrency"),
         (["data.eval=[]"], "data.eval"),

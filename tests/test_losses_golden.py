@@ -114,15 +114,22 @@ def test_every_loss_has_golden_numbers():
     assert {name for name, *_ in GOLDEN} | elsewhere == set(LOSSES.names())
 
 
-def test_value_clip_golden_numbers():
-    # V = 1, R = 2: error 1; from V_old = .5 the value may reach .7, whose error 1.69 is larger and has no gradient.
-    spec = LossSpec("value_clip", {"clip": 0.2}, old_values=[np.array([0.5, 1.1])], returns=[np.array([2.0, 2.0])])
+@pytest.mark.parametrize(
+    ("clip", "value", "gradient"),
+    [
+        # V = 1, R = 2: error 1; from V_old = .5 the value may reach .7, whose error 1.69 is larger and has no gradient.
+        (0.2, 0.5 * 1.69 + 0.5 * 0.5, [0.0, -0.5]),
+        (None, 0.5 * 1.0 + 0.5 * 0.5, [-1.0, -0.5]),
+    ],
+)
+def test_value_clip_golden_numbers(clip, value, gradient):
+    spec = LossSpec("value_clip", {"clip": clip}, old_values=[np.array([0.5, 1.1])], returns=[np.array([2.0, 2.0])])
     leaf, xp = torch.tensor([1.0, 1.0], dtype=torch.float64, requires_grad=True), torch_ops()
     batch = Batch([batch_row("a", [1, 1], weight=[1.0, 0.5], behaviour=np.nan)])
     loss, _ = objective(xp, loss_inputs(xp, batch, [0], spec, None, values=leaf), spec)
     loss.backward()
-    assert loss.item() == pytest.approx(0.5 * 1.69 + 0.5 * 0.5)
-    assert leaf.grad.tolist() == pytest.approx([0.0, -0.5])
+    assert loss.item() == pytest.approx(value)
+    assert leaf.grad.tolist() == pytest.approx(gradient)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +196,7 @@ VARIANTS = [
     ("clip_cov", {"fraction": 0.2, "cov_low": 0.1, "cov_high": 2.0}),
     ("kl_cov", {"fraction": 0.3, "penalty": 0.5}),
     ("score_centering", {"cap": 1.5}),
+    ("value_clip", {"clip": None}),
     ("dual_clip", {"clip_dual": 1.2}),
     ("gspo", {"clip_low": 0.2, "clip_high": 0.3}),
 ]

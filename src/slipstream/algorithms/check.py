@@ -24,6 +24,7 @@ from slipstream.algorithms.losses import LOSSES, Loss
 from slipstream.algorithms.objective import LossSpec, PerRow
 from slipstream.algorithms.reduce import REDUCTIONS
 from slipstream.algorithms.registry import Registry
+from slipstream.config.presets import PRESETS
 from slipstream.config.problems import Problem
 from slipstream.config.schedule_checks import samples_ahead
 from slipstream.config.settings import AlgorithmSettings, RunSettings, SamplingSettings
@@ -210,10 +211,13 @@ def _check_loss(settings: AlgorithmSettings) -> Iterator[Problem]:
                 f"set algorithm.{key} only",
             )
         elif getattr(settings, key) is not None and key not in loss.defaults:
+            own = [name for name in loss.defaults if "clip" in name]
+            bounds = f"clips by {', '.join(own)}" if own else "does not clip"
+            where = f"algorithm.loss_settings.{own[-1]}" if own else "a clipping loss such as ppo_clip"
             yield Problem(
                 (f"algorithm.{key}", "algorithm.loss"),
-                f"loss {settings.loss!r} does not clip, so {key} would do nothing",
-                f"set algorithm.{key}=null, or choose a clipping loss such as ppo_clip",
+                f"loss {settings.loss!r} {bounds}, so {key} would do nothing",
+                f"set algorithm.{key}=null, and use {where}",
             )
     if loss.kind != "policy":
         learns, mend = _OTHER_KINDS[loss.kind]
@@ -248,6 +252,8 @@ def _check_kl(settings: AlgorithmSettings, trajectories: int | None) -> Iterator
             f"with {trajectories} trajectories in a step the coefficient falls to 0, for good, once the KL is small",
             f"use a horizon above {trajectories // 5}, the paper's is 10000",
         )
+    preset = PRESETS[settings.preset].values if settings.preset in PRESETS else {}
+    of_preset = preset.get("kl_estimator") == settings.kl_estimator
     if settings.kl_coef == 0:
         if settings.kl_in == "reward":
             yield Problem(
@@ -255,7 +261,7 @@ def _check_kl(settings: AlgorithmSettings, trajectories: int | None) -> Iterator
                 "kl_in=reward with kl_coef=0 asks for a penalty of nothing",
                 "set algorithm.kl_coef > 0, or algorithm.kl_in=loss",
             )
-        elif settings.kl_estimator != type(settings).model_fields["kl_estimator"].default and not settings.preset:
+        elif settings.kl_estimator != type(settings).model_fields["kl_estimator"].default and not of_preset:
             yield Problem(
                 ("algorithm.kl_estimator", "algorithm.kl_coef"),
                 "a KL estimator is chosen but kl_coef is 0, so no KL is computed",

@@ -80,6 +80,12 @@ def _anchor(settings: AlgorithmSettings, loss: Loss) -> Iterator[Problem]:
 def _corrections(settings: AlgorithmSettings, loss: Loss) -> Iterator[Problem]:
     off_policy = settings.off_policy
     yield from _unread(off_policy)
+    if settings.reduction == "sum" and off_policy.denominator != OffPolicySettings().denominator and masks(off_policy):
+        yield Problem(
+            ("algorithm.off_policy.denominator", "algorithm.reduction"),
+            "a plain sum has no denominator, so this would do nothing",
+            "remove it, or use another reduction",
+        )
     for name in _BOUNDS:
         low, high = getattr(off_policy, f"{name}_low"), getattr(off_policy, f"{name}_high")
         if low is not None and high is not None and low >= high:

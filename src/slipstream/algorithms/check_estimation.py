@@ -23,6 +23,9 @@ from slipstream.config.presets import PRESETS
 from slipstream.config.problems import Problem
 from slipstream.errors import SettingsError
 
+_SWITCHED = {"zero_variance": "drop_zero_variance", "truncated": "drop_truncated"}
+"""Bundled filters and the settings that switch them."""
+
 _ESTIMATOR_FIELDS = ("normalize_by_std", "baseline", "gamma", "gae_lambda")
 """Fields of ``AlgorithmSettings`` that only some estimators read."""
 
@@ -71,6 +74,12 @@ def _estimator(settings: AlgorithmSettings, estimator: Estimator, samples_per_pr
         estimator.settings(settings)
     except SettingsError as error:
         yield Problem(("algorithm.advantage_settings", "algorithm.advantage"), str(error), "remove or rename it")
+    if "std_eps" in settings.advantage_settings and not settings.normalize_by_std:
+        yield Problem(
+            ("algorithm.advantage_settings.std_eps", "algorithm.normalize_by_std"),
+            "nothing is divided by a standard deviation, so its epsilon would do nothing",
+            "remove it, or set algorithm.normalize_by_std=true",
+        )
     penalised = settings.overlong.factor > 0 or (settings.kl_in == "reward" and settings.kl_coef > 0)
     if name == "maxrl" and penalised:
         yield Problem(
@@ -184,6 +193,13 @@ def _reduction(settings: AlgorithmSettings) -> Iterator[Problem]:
 
 def _filters(settings: AlgorithmSettings) -> Iterator[Problem]:
     for name in settings.filters:
+        if (switch := _SWITCHED.get(name)) is not None and not getattr(settings, switch):
+            yield Problem(
+                ("algorithm.filters", f"algorithm.{switch}"),
+                f"the filter {name!r} comes with this package and is switched by algorithm.{switch}, which is off",
+                f"set algorithm.{switch}=true; algorithm.filters names your own",
+            )
+            continue
         try:
             FILTERS.get(name)
         except SettingsError as error:

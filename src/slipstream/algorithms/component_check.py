@@ -56,6 +56,8 @@ _REWARDS: Mapping[str, Sequence[Sequence[float]]] = {
     "b": [[0.0], [0.0, 0.25]],
     "c": [[1.5, 0.0], [0.0], [0.5], [0.125, 0.125]],
     "constant": [[0.5], [0.5], [0.5]],
+    "tenths": [[0.1], [0.1], [0.1]],  # no binary fraction: its mean may differ from each of them
+    "far": [[1e6 + 0.7], [1e6 + 0.7], [1e6 + 0.7]],
     "lone": [[1.0]],
 }
 """Rewards by turn of the voters of each group, none below 0."""
@@ -207,6 +209,8 @@ def check_advantage(name: str, settings: AlgorithmSettings | None = None) -> lis
         return findings
     findings += _keeps_arrays(chosen)
     found = ask(_step())
+    if estimator.uses_rewards:
+        findings += _reads_the_rewards_it_is_given(chosen, found)
     if estimator.uses_rewards and not estimator.needs:
         findings += _follows_rewards(found)
     if not any(np.any(values) for values in found.values()):
@@ -248,6 +252,26 @@ def _keeps_arrays(settings: AlgorithmSettings) -> Iterator[Finding]:
             yield Finding("error", "in place", what)
 
 
+def _reads_the_rewards_it_is_given(settings: AlgorithmSettings, plain: Mapping[str, FloatArray]) -> Iterator[Finding]:
+    """A KL penalty (``kl_in=reward``) changes rewards on their way to the estimator, not those of the trajectories."""
+    groups = _step(absent=None)
+    rewards: dict[str, FloatArray] = {}
+    for member in (m for group in groups for m in group.voters):
+        # The best earns the least now, and none less than 0, which some estimators refuse.
+        size = member.sampled_tokens
+        rewards[member.trajectory_id] = np.full(size, (1.0 + member.sample) / (1.0 + member.total_reward) / size)
+    arrays = {need: _per_token(groups, need) for need in ADVANTAGES.get(settings.advantage).needs}
+    found = compute_advantages(groups, settings, rewards=rewards, arrays=arrays)
+    if all(np.allclose(values, plain[tid], rtol=1e-9, atol=1e-12) for tid, values in found.items()):
+        yield Finding(
+            "error",
+            "rewards",
+            "no advantage changes when other rewards are given than the trajectories hold, so a penalty on rewards "
+            "(kl_in=reward, soft overlong) would do nothing; read group.scores() and its like, not "
+            "trajectory.total_reward",
+        )
+
+
 def _follows_rewards(found: Mapping[str, FloatArray]) -> Iterator[Finding]:
     """In a group of single outcomes the best member has no lower advantage than the worst, summed over its tokens."""
     totals = {f"{group}/s{i}": sum(turns) for group, plan in _REWARDS.items() for i, turns in enumerate(plan)}
@@ -266,14 +290,29 @@ def _follows_rewards(found: Mapping[str, FloatArray]) -> Iterator[Finding]:
         )
 
 
+_ROUNDING = 1e-6
+"""What rounding leaves of equal rewards in a difference, at most; a quotient of two such may be anything."""
+
+
 def _says_nothing_of_equals(found: Mapping[str, FloatArray]) -> Iterator[Finding]:
-    loud = sorted(tid for tid in found if tid.startswith(("constant/", "lone/")) and np.any(found[tid]))
-    if loud:
+    def loud(*groups: str, above: float = 0.0) -> str | None:
+        heads = tuple(f"{group}/" for group in groups)
+        return min((tid for tid in found if tid.startswith(heads) and np.max(np.abs(found[tid])) > above), default=None)
+
+    if member := loud("constant", "lone"):
         yield Finding(
             "warning",
             "equal rewards",
-            f"{loud[0]} has an advantage although its group has nothing to compare (a lone voter, or voters that all "
+            f"{member} has an advantage although its group has nothing to compare (a lone voter, or voters that all "
             "earned the same); subtract the group's mean, or register it with group_relative=False",
+        )
+    elif member := loud("tenths", "far", above=_ROUNDING):
+        yield Finding(
+            "error",
+            "equal rewards",
+            f"{member} has an advantage of {found[member].flat[0]:.2g} although its group's voters all earned the "
+            "same: a difference of rounding, divided by a deviation that is rounding too. Return exactly 0 where the "
+            "scores are all the same, and take a variance around the mean (two passes)",
         )
 
 

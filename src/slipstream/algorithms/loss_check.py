@@ -28,25 +28,12 @@ import numpy as np
 
 from slipstream.algorithms.batch import Batch, BatchRow, FloatArray
 from slipstream.algorithms.losses import LOSSES, Loss, LossInputs, LossMetric, LossValues
+from slipstream.algorithms.losses.contract import OPTIONAL
 from slipstream.algorithms.objective import LossSpec, loss_inputs, run_prepass
 from slipstream.algorithms.ops import Ops, numpy_ops, torch_ops
 from slipstream.errors import SlipstreamError
 from slipstream.trajectory import TOP_LOGPROBS, SamplingSpec
 
-_OPTIONAL = (
-    "old_logprobs",
-    "behaviour_logprobs",
-    "ref_logprobs",
-    "teacher_logprobs",
-    "entropy",
-    "values",
-    "old_values",
-    "returns",
-    "lags",
-    "noise",
-    "top_logprobs",
-)
-"""Inputs that a loss has to declare before it reads them."""
 _TOP = 3
 _ANCHORS = ("old_logprobs", "ref_logprobs", "teacher_logprobs")
 
@@ -197,7 +184,7 @@ class _Trial:
             values=None if policy and "values" not in allowed else flat,
             top_logprobs=top,
         )
-        hidden: dict[str, Any] = {name: None for name in _OPTIONAL if name not in allowed}
+        hidden: dict[str, Any] = {name: None for name in OPTIONAL if name not in allowed}
         if "advantages" not in allowed:
             hidden["advantages"] = None
         return replace(given, **hidden)
@@ -216,6 +203,15 @@ class _Trial:
     @property
     def everything(self) -> list[int]:
         return list(range(len(self.batch.rows)))
+
+
+@dataclass(frozen=True)
+class _Certain(_Trial):
+    """The policy is certain of every token."""
+
+    @property
+    def outputs(self) -> list[FloatArray]:
+        return [np.zeros(row.n_trained) for row in self.batch.rows]
 
 
 def _gradient(trial: _Trial, spec: LossSpec, outputs: Sequence[FloatArray], dtype: str = "float64") -> tuple[Any, Any]:
@@ -244,7 +240,7 @@ def _attempt(call: Callable[[], Any]) -> Exception | None:
 
 def _runs(trial: _Trial) -> Iterator[Finding]:
     """It runs on torch and on numpy, at least when every optional input is there."""
-    needs = [*trial.loss.needs, *(name for name in _OPTIONAL if name not in trial.loss.needs), "advantages"]
+    needs = [*trial.loss.needs, *(name for name in OPTIONAL if name not in trial.loss.needs), "advantages"]
     if trial.loss.kind == "value":
         needs = [name for name in needs if name not in ("entropy", "top_logprobs")]
     for xp, library in ((torch_ops(), "torch"), (numpy_ops(), "numpy")):
@@ -280,7 +276,7 @@ def _declares(trial: _Trial) -> Iterator[Finding]:
     declared = list(trial.loss.needs)
     if runs_with(declared):
         return
-    everything = [*declared, *(n for n in (*_OPTIONAL, "advantages") if n not in declared)]
+    everything = [*declared, *(n for n in (*OPTIONAL, "advantages") if n not in declared)]
     if trial.loss.kind == "value":
         everything = [name for name in everything if name not in ("entropy", "top_logprobs")]
     missing = [n for n in everything if n not in declared and not runs_with([m for m in everything if m != n])]
@@ -367,13 +363,16 @@ def _values_are_finite(trial: _Trial) -> Iterator[Finding]:
         cases += [
             ("where policy and anchor agree, as they do on fresh samples", *_fresh(trial)),
             ("where an advantage is 0, as in a group whose rewards are equal", level, level.prepared()),
+            ("where a token was certain (log-prob 0), which sharp policies are at most places", *_certain(trial)),
         ]
     for where, case, spec in cases:
         values, gradient = _gradient(case, spec, case.outputs)
         if not np.all(np.isfinite(values)):
             yield Finding("error", "finite", f"a value is not finite {where}")
-        elif gradient is not None and not np.all(np.isfinite(gradient)):
+            return
+        if gradient is not None and not np.all(np.isfinite(gradient)):
             yield Finding("error", "finite", f"a gradient is not finite {where}")
+            return
 
 
 def _fresh(trial: _Trial) -> tuple[_Trial, LossSpec]:
@@ -382,6 +381,17 @@ def _fresh(trial: _Trial) -> tuple[_Trial, LossSpec]:
     anchors = {name: trial.outputs for name in _ANCHORS if getattr(base, name) is not None}
     fresh = replace(trial, batch=_with(trial.batch, "behaviour_logprobs_T", trial.outputs))
     return fresh, run_prepass(fresh.batch, replace(base, **anchors), lambda: trial.outputs)  # type: ignore[arg-type]
+
+
+def _certain(trial: _Trial) -> tuple[_Trial, LossSpec]:
+    """The trial with log-prob 0 everywhere, of policy, sampler and every anchor."""
+    zeros = [np.zeros(row.n_trained) for row in trial.batch.rows]
+    base = trial.spec(trial.loss.needs)
+    anchors = {name: zeros for name in _ANCHORS if getattr(base, name) is not None}
+    sure = _Certain(
+        trial.loss, trial.name, trial.settings, _with(trial.batch, "behaviour_logprobs_T", zeros), trial.seed
+    )
+    return sure, run_prepass(sure.batch, replace(base, **anchors), lambda: zeros)  # type: ignore[arg-type]
 
 
 def _with(batch: Batch, field: str, per_row: Sequence[FloatArray]) -> Batch:

@@ -260,7 +260,7 @@ def run_prepass(batch: Batch, spec: LossSpec, logprobs: Callable[[], Sequence[Fl
         return spec
     flat = np.concatenate([np.asarray(values, dtype=np.float64) for values in logprobs()] or [np.zeros(0)])
     inputs = loss_inputs(numpy_ops(), batch, range(len(batch.rows)), spec, flat)
-    chosen = np.asarray(loss.prepass(inputs, loss.settings(spec.settings)), dtype=np.float64)
+    chosen = np.asarray(loss.prepass(loss.view(inputs), loss.settings(spec.settings)), dtype=np.float64)
     if chosen.shape != (batch.n_trained,) or not np.all(np.isfinite(chosen)):
         raise ContractError(
             f"the pre-pass of loss {spec.policy!r} must return {batch.n_trained} finite numbers, one per trained "
@@ -291,7 +291,7 @@ def objective(xp: Ops, inputs: LossInputs, spec: LossSpec) -> tuple[Array, dict[
     weights = xp.stop_gradient(inputs.weights)
     if inputs.size == 0:
         return xp.sum(inputs.values if inputs.logprobs is None else inputs.logprobs), {}
-    out = loss.function(xp, inputs, loss.settings(spec.settings))
+    out = loss.function(xp, loss.view(inputs), loss.settings(spec.settings))
     scale = weights if inputs.coefficient is None else weights * xp.stop_gradient(inputs.coefficient)
     policy = xp.sum(scale * _per_token(out, loss.unit, inputs))
     total = policy

@@ -43,6 +43,12 @@ class Known:
     n_eval_rows: int | None = None
 
 
+_CLIPS_BELOW = ("ppo_clip", "dual_clip", "clip_cov", "decoupled_ppo", "gspo", "rollout_is")
+"""Losses whose ratio is bounded from below by ``1 - clip_low``, by intent: cispo's default is no bound."""
+_READ_SAMPLER = ("decoupled_ppo", "dppo", "rollout_is", "score_centering")
+"""Losses that compare with the sampler itself, whatever the anchor is."""
+
+
 def check_settings(settings: RunSettings, known: Known | None = None) -> list[Problem]:
     """Every contradiction, errors first."""
     known = known or Known()
@@ -348,14 +354,14 @@ def _algorithm(settings: RunSettings, known: Known) -> Iterator[Problem]:
             "a KL term in the reward with weight 0 does nothing",
             "set algorithm.kl_coef above 0, or algorithm.kl_in=loss",
         )
-    if algorithm.clip_low is not None and algorithm.clip_low >= 1 and algorithm.loss == "ppo_clip":
+    if algorithm.clip_low is not None and algorithm.clip_low >= 1 and algorithm.loss in _CLIPS_BELOW:
         yield _warn(
             ("algorithm.clip_low",),
             f"a ratio is never below 1 - {algorithm.clip_low:g}, so it is never clipped from below",
             "choose a value below 1",
         )
     one_step = algorithm.epochs_per_step * algorithm.minibatches_per_step == 1
-    compared = algorithm.loss == "decoupled_ppo" or algorithm.off_policy != OffPolicySettings()
+    compared = algorithm.loss in _READ_SAMPLER or algorithm.off_policy != OffPolicySettings()
     if one_step and algorithm.old_logprobs == "recompute" and not compared:
         yield _warn(
             ("algorithm.old_logprobs",),

@@ -23,7 +23,7 @@ A loss of your own:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from slipstream.algorithms.kl import MAX_LOG_GAP
@@ -49,6 +49,22 @@ Need = Literal[
     "noise",
     "top_logprobs",
 ]
+
+
+OPTIONAL: tuple[Need, ...] = (
+    "old_logprobs",
+    "behaviour_logprobs",
+    "ref_logprobs",
+    "teacher_logprobs",
+    "entropy",
+    "values",
+    "old_values",
+    "returns",
+    "lags",
+    "noise",
+    "top_logprobs",
+)
+"""Inputs that a loss is given only when it declares them."""
 
 
 @dataclass
@@ -185,6 +201,13 @@ class Loss:
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Defaults overlaid by ``given``; ``SettingsError`` on an unknown key and on a value without meaning."""
         return checked(f"loss {self.name!r}", self.defaults, self.limits, given)
+
+    def view(self, inputs: LossInputs) -> LossInputs:
+        """What the function is given: no optional array that it does not declare, so that none changes its values by
+        being there, and no ``coefficient``, which the reducer applies.
+        """
+        hidden: dict[str, Any] = {name: None for name in OPTIONAL if name not in self.needs}
+        return replace(inputs, coefficient=None, **hidden)
 
     def check(self, inputs: LossInputs) -> None:
         """Raise ``ContractError`` when an array that this loss needs is absent."""
