@@ -221,6 +221,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from slipstream.inference.embedded.pretrained import load_tokenizer, resolve
+    from slipstream.openmp import end_idle_workers
 
     where = {**machine(), "threads": options.threads}
     torch.set_num_threads(options.threads)
@@ -240,6 +241,8 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
             for _ in range(options.rounds):
                 prompts = _prompts(rng, batch, options.prompt_tokens, vocab)
                 for side, measure in sides.items():
+                    # Or this thread's team would stay beside the engine's: more threads than cores, which slows both.
+                    end_idle_workers()
                     seconds[side].append(measure(prompts))
             for side, times in seconds.items():
                 best[side][str(batch)] = round(batch * options.new_tokens / min(times), 1)
