@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from slipstream.algorithms.kl import MAX_LOG_GAP
 from slipstream.algorithms.ops import Array, Ops
@@ -50,20 +50,7 @@ Need = Literal[
     "top_logprobs",
 ]
 
-
-OPTIONAL: tuple[Need, ...] = (
-    "old_logprobs",
-    "behaviour_logprobs",
-    "ref_logprobs",
-    "teacher_logprobs",
-    "entropy",
-    "values",
-    "old_values",
-    "returns",
-    "lags",
-    "noise",
-    "top_logprobs",
-)
+OPTIONAL: tuple[str, ...] = tuple(need for need in get_args(Need) if need != "advantages")
 """Inputs that a loss is given only when it declares them."""
 
 
