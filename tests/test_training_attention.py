@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from slipstream.errors import ContractError
-from slipstream.training.attention import active_layout, blockwise_forward, masked_forward
+from slipstream.training.attention import _plan, active_layout, blockwise_forward, masked_forward
 from slipstream.training.layout import Layout, Run
 
 CPU = torch.device("cpu")
@@ -36,6 +38,14 @@ def layout(*trees):
 
 
 FLAT = layout((7, (3,), (5,), (2,)), (9,), (40, (33,), (48,)))
+GROUPS = layout((28, *[(47,)] * 8), (29, *[(47,)] * 7, (41,)))
+"""Samples of two short prompts, which are read with them."""
+NESTED = layout(
+    (120, *[(20 + i, (30,), (26 + i, *[(9,)] * 4), (31,), (70,)) for i in range(3)], (110,)), (5, (4,), (4,))
+)
+"""A long prompt above short questions; one of each question's answers leads to more."""
+MIXED = layout((20, *[(33,)] * 4, (97,)), (50, (20, *[(5,)] * 4)), (60, *[(33, (3,))] * 3))
+"""A short prompt of which one sample is too long to lie beside the others, and ones that together are too long."""
 DEEP = layout((30, (6, (5,), (1, (4,), (50,))), (6,), (1, (1,), (2,))), (5,), (1, (1,)))
 
 
@@ -49,7 +59,9 @@ def qkv(total, heads, kv_heads, dtype):
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 5e-6), (torch.bfloat16, 2e-2)]
 )
-@pytest.mark.parametrize("packed", [FLAT, DEEP], ids=["flat", "deep"])
+@pytest.mark.parametrize(
+    "packed", [FLAT, DEEP, GROUPS, NESTED, MIXED], ids=["flat", "deep", "groups", "nested", "mixed"]
+)
 def test_blockwise_equals_the_dense_mask(packed, heads, kv_heads, dtype, tolerance):
     total = packed.n_tokens
     inputs = qkv(total, heads, kv_heads, dtype)
@@ -63,6 +75,45 @@ def test_blockwise_equals_the_dense_mask(packed, heads, kv_heads, dtype, toleran
     want_grads = torch.autograd.grad(want, doubles, weight.double())
     for a, b in zip(got_grads, want_grads, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=tolerance)
+
+
+TREES = st.recursive(
+    st.tuples(st.sampled_from([1, 2, 5, 16, 17, 40, 100])),
+    lambda below: st.builds(
+        lambda length, child, times, more: (length, *[child] * times, *more),
+        st.sampled_from([1, 3, 20, 64, 90]),
+        below,
+        st.integers(1, 4),
+        st.lists(below, max_size=2),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(TREES, min_size=1, max_size=3))
+def test_any_tree_equals_the_dense_mask(trees):
+    packed = layout(*trees)
+    assume(packed.n_tokens <= 1500)
+    inputs = qkv(packed.n_tokens, 2, 1, torch.float64)
+    weight = torch.randn(1, packed.n_tokens, 2, 16, dtype=torch.float64)
+    found = []
+    for attend in (blockwise_forward, masked_forward):
+        with active_layout(packed, CPU):
+            out, _ = attend(None, *inputs, None)
+        found.append((out, *torch.autograd.grad(out, inputs, weight)))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("packed", "forks", "above"), [(GROUPS, 0, [29]), (NESTED, 2, [22, 48, 50]), (MIXED, 3, [20, 33])]
+)
+def test_short_runs_are_read_with_what_they_hang_from(packed, forks, above):
+    """What a kernel call of its own would read instead, for everything below; nothing is read both ways."""
+    plan = _plan(packed.runs)
+    assert len(plan.forks) == forks
+    assert sorted({bunch.places_above for bunch in plan.bunches} - {0}) == above
 
 
 @pytest.mark.parametrize("attend", [blockwise_forward, masked_forward])

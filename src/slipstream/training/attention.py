@@ -5,10 +5,10 @@ Owns: two functions registered with transformers' ``AttentionInterface``; both r
 
 * ``slipstream_blockwise`` (CPU): every run is one causal flash call, and one full call from everything that hangs from
   it, which is contiguous; a token's parts are merged by log-sum-exp.  Grouped key/value heads are read through zero
-  strides.  Short runs of about one length are one batch of small products instead, padded to the longest: a kernel
-  call for each is mostly the call.  The backward pass hands the *merged* output and log-sum-exp to the
-  kernel's backward for each part, which yields exactly that part's share of the gradient (the identity behind ring
-  attention, Liu et al. 2023, arXiv:2310.01889).
+  strides.  Short runs of about one length are one batch of small products instead, padded to the longest, and with
+  them the short runs that they hang from: a kernel call for each is mostly the call.  The backward pass hands the
+  *merged* output and log-sum-exp to the kernel's backward for each part, which yields exactly that part's share of the
+  gradient (the identity behind ring attention, Liu et al. 2023, arXiv:2310.01889).
 * ``slipstream_masked`` (any device, soft caps, sliding windows): one dense ``(T, T)`` mask.
 
 Refuses: attention sinks, position biases, dropout, and running without an active layout.
@@ -22,7 +22,7 @@ Shape legend: ``H`` query heads, ``K`` key/value heads, ``r = H/K``, ``T`` packe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -42,6 +42,8 @@ _SHORT = 96
 """Tokens: runs up to this length are laid side by side."""
 _STEP = 16
 """Tokens: side by side lie runs whose lengths are the same multiple of this, rounded up."""
+_SHORT_ABOVE = 64
+"""Tokens: as much of what short runs hang from is read with them, once for each."""
 _FEWEST = 3
 """Runs: fewer than these are kernel calls of their own."""
 
@@ -178,13 +180,17 @@ class _Heads:
         return x_KTD[:, start:end].unsqueeze(1).expand(-1, self.repeats, -1, -1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Bunch:
     """Short runs of about one length, side by side: ``n`` runs of ``L`` places, some of them pads.
 
     ``take`` says which packed token each of the ``n L`` places reads (a pad reads its run's last), ``real`` which of
-    the places are no pads, ``tokens`` what those read, ``pads`` which are, and ``mask`` is 0 where place ``i`` of a run
-    sees place ``j`` and -inf elsewhere, ``(L, L)``.
+    the places are no pads, ``tokens`` what those read, ``pads`` which are.
+
+    Where short runs that these hang from are read with them, each run's keys begin with ``P`` more places:
+    ``take_keys`` says which packed token each of the ``n (P + L)`` places reads, ``above`` which of the first ``n P``
+    are no pads, and ``tokens_above`` what those read.  ``hidden`` is True where place ``i`` of a run does not see key
+    ``j``: ``(1, L, P + L)``, or ``(n, ...)`` where runs differ.
     """
 
     n: int
@@ -192,32 +198,102 @@ class _Bunch:
     real: Tensor
     tokens: Tensor
     pads: Tensor
-    mask: Tensor
+    take_keys: Tensor
+    above: Tensor
+    tokens_above: Tensor
+    hidden: Tensor
+    _masks: dict[tuple[int, int, torch.dtype], Tensor] = field(default_factory=dict)
+
+    @property
+    def places_above(self) -> int:
+        """P."""
+        return self.hidden.shape[2] - self.hidden.shape[1]
+
+    def mask(self, kv: int, repeats: int, dtype: torch.dtype) -> Tensor:
+        """0 where a query sees a key and -inf elsewhere, ``(1 or K n, L r, P + L)``; all layers ask for the same."""
+        found = self._masks.get((kv, repeats, dtype))
+        if found is None:
+            found = torch.zeros(self.hidden.shape, dtype=dtype).masked_fill_(self.hidden, float("-inf"))
+            found = found.repeat_interleave(repeats, 1)
+            found = found if len(found) == 1 else found.repeat(kv, 1, 1)
+            self._masks[kv, repeats, dtype] = found
+        return found
 
 
-@lru_cache(maxsize=16)  # all layers of a micro-batch ask for the same
-def _bunches(runs: tuple[Run, ...]) -> tuple[tuple[_Bunch, ...], tuple[Run, ...]]:
-    """Short runs in bunches, and the runs that are left."""
-    sizes: dict[int, list[Run]] = {}
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """Which runs are read how: ``alone`` by a kernel call each, from all of ``forks``' descendants by another."""
+
+    bunches: tuple[_Bunch, ...]
+    alone: tuple[Run, ...]
+    forks: tuple[Run, ...]
+
+
+@lru_cache(maxsize=4)  # all layers of a micro-batch ask for the same; it holds their masks
+def _plan(runs: tuple[Run, ...]) -> _Plan:
+    """Short runs in bunches, the runs that are left, and the runs whose descendants are not read with them."""
+    above: dict[Run, tuple[Run, ...]] = {}
+    path: list[Run] = []
+    for run in runs:  # in preorder
+        while path and path[-1].reach < run.stop:
+            path.pop()
+        above[run] = tuple(path)
+        path.append(run)
+
+    def size(these: Iterable[Run]) -> int:
+        return sum(run.stop - run.start for run in these)
+
+    def near(run: Run) -> tuple[Run, ...]:
+        """The closest short runs above, as many as may be read with ``run``."""
+        found: tuple[Run, ...] = ()
+        for parent in reversed(above[run]):
+            if size((parent, *found)) > _SHORT_ABOVE:
+                break
+            found = (parent, *found)
+        return found
+
+    kinds: dict[tuple[int, int], list[Run]] = {}
     alone: list[Run] = []
     for run in runs:
-        length = run.stop - run.start
-        if length > _SHORT:
+        if size([run]) > _SHORT:
             alone.append(run)
         else:
-            sizes.setdefault(-(-length // _STEP), []).append(run)
-    bunches = []
-    for together in sizes.values():
-        if len(together) < _FEWEST:
-            alone += together
-            continue
-        longest = max(run.stop - run.start for run in together)
-        take = torch.tensor([min(run.start + i, run.stop - 1) for run in together for i in range(longest)])
-        is_real = torch.tensor([run.start + i < run.stop for run in together for i in range(longest)])
-        real = is_real.nonzero()[:, 0]
-        mask = torch.full((longest, longest), float("-inf")).triu_(1)
-        bunches.append(_Bunch(len(together), take, real, take[real], (~is_real).nonzero()[:, 0], mask))
-    return tuple(bunches), tuple(alone)
+            kinds.setdefault((-(-size([run]) // _STEP), -(-size(near(run)) // _STEP)), []).append(run)
+    alone += [run for together in kinds.values() if len(together) < _FEWEST for run in together]
+    bunched = [together for together in kinds.values() if len(together) >= _FEWEST]
+    # A run is read with what hangs from it either everywhere or nowhere.
+    forks = {parent for run in alone for parent in above[run]}
+    forks |= {parent for together in bunched for run in together for parent in set(above[run]) - set(near(run))}
+    bunches = (_bunch(together, [[p for p in near(run) if p not in forks] for run in together]) for together in bunched)
+    return _Plan(tuple(bunches), tuple(alone), tuple(run for run in runs if run in forks))
+
+
+def _bunch(runs: list[Run], above: list[list[Run]]) -> _Bunch:
+    own = [list(range(run.start, run.stop)) for run in runs]
+    before = [[token for run in these for token in range(run.start, run.stop)] for these in above]
+    places, more = max(map(len, own)), max(map(len, before))
+    take = torch.tensor([tokens + tokens[-1:] * (places - len(tokens)) for tokens in own])
+    is_real = torch.tensor([[i < len(tokens) for i in range(places)] for tokens in own]).flatten()
+    real = is_real.nonzero()[:, 0]
+    # A pad above reads the first of its run's own tokens, and nobody sees it.
+    take_above = torch.tensor(
+        [tokens + mine[:1] * (more - len(tokens)) for tokens, mine in zip(before, own, strict=True)]
+    )
+    is_above = torch.tensor([[i < len(tokens) for i in range(more)] for tokens in before], dtype=torch.bool)
+    same = len({len(tokens) for tokens in before}) == 1
+    later = torch.ones(places, places, dtype=torch.bool).triu_(1)
+    unseen = ~(is_above[:1] if same else is_above)
+    return _Bunch(
+        n=len(runs),
+        take=take.flatten(),
+        real=real,
+        tokens=take.flatten()[real],
+        pads=(~is_real).nonzero()[:, 0],
+        take_keys=torch.cat([take_above.long().view(len(runs), more), take], 1).flatten(),
+        above=is_above.flatten().nonzero()[:, 0],
+        tokens_above=take_above.flatten()[is_above.flatten()].long(),
+        hidden=torch.cat([unseen[:, None].expand(-1, places, -1), later.expand(len(unseen), -1, -1)], 2),
+    )
 
 
 class _Bunched:
@@ -225,27 +301,42 @@ class _Bunched:
 
     def __init__(self, bunch: _Bunch, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scale: float) -> None:
         self.bunch, self.kv, self.scale = bunch, k_KTD.shape[0], scale
-        self.repeats = q_HTD.shape[0] // self.kv
-        self.q, self.k, self.v = (self.gather(x) for x in (q_HTD, k_KTD, v_KTD))
-        self.mask = bunch.mask.to(q_HTD.dtype).repeat_interleave(self.repeats, 0)
+        self.q = self.gather(q_HTD)
+        self.k, self.v = (self._gather(x, bunch.take_keys) for x in (k_KTD, v_KTD))
+        self.mask = bunch.mask(self.kv, q_HTD.shape[0] // self.kv, q_HTD.dtype)
 
     def _by_head(self, x_HTD: Tensor) -> Tensor:
         """``(K, T, r, ...)``, a view; ``r`` is 1 for keys and values."""
         return x_HTD.unflatten(0, (self.kv, -1)).transpose(1, 2)
 
-    def gather(self, x_HTD: Tensor, *, zero_pads: bool = False) -> Tensor:
-        """``(B, L r, ...)``: a copy."""
-        found = self._by_head(x_HTD).index_select(1, self.bunch.take)
-        if zero_pads and len(self.bunch.pads):
-            found.index_fill_(1, self.bunch.pads, 0)
+    def _gather(self, x_HTD: Tensor, take: Tensor, blank: Tensor | None = None) -> Tensor:
+        found = self._by_head(x_HTD).index_select(1, take)
+        if blank is not None and len(blank):
+            found.index_fill_(1, blank, 0)
         rows = found.shape[1] // self.bunch.n * found.shape[2]
         return found.reshape(self.kv * self.bunch.n, rows, *found.shape[3:])
+
+    def gather(self, x_HTD: Tensor, *, zero_pads: bool = False) -> Tensor:
+        """``(B, L r, ...)``: a copy."""
+        return self._gather(x_HTD, self.bunch.take, self.bunch.pads if zero_pads else None)
 
     def scatter(self, x_BL: Tensor, into_HTD: Tensor) -> None:
         """The reverse of ``gather``, without the pads."""
         into = self._by_head(into_HTD)
         whole = x_BL.reshape(self.kv, len(self.bunch.take), *into.shape[2:])
         into.index_copy_(1, self.bunch.tokens, whole if not len(self.bunch.pads) else whole[:, self.bunch.real])
+
+    def scatter_keys(self, x_BS: Tensor, into_KTD: Tensor) -> None:
+        """As ``scatter``, for keys' places; what belongs to runs above is left to ``add_above``."""
+        self.scatter(x_BS[:, self.bunch.places_above :], into_KTD)
+
+    def add_above(self, x_BS: Tensor, into_TKD: Tensor) -> None:
+        """Add what the ``P`` first places of all runs say to the tokens that they read."""
+        if not self.bunch.places_above:
+            return
+        shares = x_BS[:, : self.bunch.places_above].unflatten(0, (self.kv, -1)).permute(1, 2, 0, 3).flatten(0, 1)
+        all_real = len(self.bunch.above) == len(shares)
+        into_TKD.index_add_(0, self.bunch.tokens_above, shares if all_real else shares[self.bunch.above])
 
     def scores(self) -> Tensor:
         return torch.baddbmm(self.mask, self.q, self.k.transpose(1, 2), alpha=self.scale)
@@ -285,17 +376,17 @@ def attend_runs(
         part, part_lse = _flash(heads.query(q, *queries), keys, values, 0.0, causal, scale=scale)
         return part, part_lse, heads.query(out.transpose(0, 1), *queries), heads.query(lse.t(), *queries)
 
-    bunches, alone = _bunches(runs)
-    for bunch in bunches:
+    plan = _plan(runs)
+    for bunch in plan.bunches:
         bunched = _Bunched(bunch, q, k, v, scale)
         part, part_lse = bunched.forward()
         bunched.scatter(part, out.transpose(0, 1))
         bunched.scatter(part_lse, lse.t())
-    for run in alone:
+    for run in plan.alone:
         part, part_lse, whole, whole_lse = attend((run.start, run.stop), run, True)
         whole.copy_(part)
         whole_lse.copy_(part_lse)
-    for run in _forks(runs):
+    for run in plan.forks:
         part, part_lse, whole, whole_lse = attend((run.stop, run.reach), run, False)
         # The new part's share is exp(b) / (exp(a) + exp(b)) = sigmoid(b - a).
         whole.lerp_(part, torch.sigmoid(part_lse - whole_lse).unsqueeze(-1))
@@ -330,20 +421,27 @@ def attend_runs_backward(
         gq, gk, gv = _flash_backward(go, at, keys, values, merged, merged_lse, 0.0, causal, scale=scale)
         return gq.flatten(0, 1), gk.sum(1), gv.sum(1)
 
-    bunches, alone = _bunches(runs)
-    delta_HT = (go_HTD * out_HTD).sum(-1) if bunches else None
-    for bunch in bunches:
+    plan = _plan(runs)
+    delta_HT = (go_HTD * out_HTD).sum(-1) if plan.bunches else None
+    to_above: list[tuple[_Bunched, Tensor, Tensor]] = []
+    for bunch in plan.bunches:
         assert delta_HT is not None
         bunched = _Bunched(bunch, q, k, v, scale)
-        shares = bunched.backward(
+        d_queries, d_keys, d_values = bunched.backward(
             bunched.gather(go_HTD, zero_pads=True), bunched.gather(delta_HT, zero_pads=True), bunched.gather(lse.t())
         )
-        for share, whole in zip(shares, (dq, dk, dv), strict=True):
-            bunched.scatter(share, whole)
-    for run in alone:
+        bunched.scatter(d_queries, dq)
+        bunched.scatter_keys(d_keys, dk)
+        bunched.scatter_keys(d_values, dv)
+        to_above.append((bunched, d_keys, d_values))
+    for run in plan.alone:
         own = slice(run.start, run.stop)
         dq[:, own], dk[:, own], dv[:, own] = back((run.start, run.stop), run, True)
-    for run in _forks(runs):
+    # Sums come last: up to here every place was written by its own run.
+    for bunched, d_keys, d_values in to_above:
+        bunched.add_above(d_keys, grads[1])
+        bunched.add_above(d_values, grads[2])
+    for run in plan.forks:
         own, rest = slice(run.start, run.stop), slice(run.stop, run.reach)
         gq, gk, gv = back((run.stop, run.reach), run, False)
         dq[:, rest] += gq
@@ -368,11 +466,6 @@ class _Blockwise(torch.autograd.Function):
         grads = attend_runs_backward(grad_out[0], query[0], key[0], value[0], out, lse, ctx.scale, ctx.runs)
         dq, dk, dv = (x.transpose(0, 1).to(query.dtype).unsqueeze(0) for x in grads)
         return dq, dk, dv, None, None
-
-
-def _forks(runs: tuple[Run, ...]) -> Iterator[Run]:
-    """Runs that others hang from."""
-    return (run for run in runs if run.reach > run.stop)
 
 
 def _widen(x: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 Owns: the vocabulary projection and its gradient, over the whole vocabulary or over the ids that a truncating sampler
 kept.  Refuses: which tokens are trained, losses.
 
-The forward pass keeps one float32 log-sum-exp per token; the backward pass computes a chunk's logits again
-(the last chunk's are kept, since a chunk may live anyway).  All reductions over the vocabulary are float32.
+The backward pass computes a chunk's logits again (the last chunk's are kept, since a chunk may live anyway) and
+normalises them again.  All reductions over the vocabulary are float32.
 
 Formulas, with ``z = cap(h W^T + b) / temperature``, ``p = softmax(z)``, ``H = -sum p log p``:
 ``d log p_target / dz = onehot - p`` and ``dH/dz = -p (log p + H)``, where ``p = 0`` contributes 0 even when
@@ -27,8 +27,8 @@ from slipstream.inference.embedded.linear import product
 from slipstream.training.lean import GradientSink
 
 # Rows of a chunk are reduced in slices of about this many elements, so that the passes of one slice
-# (widen, max, exp, sum) run in cache.
-_SLICE_ELEMENTS = 1 << 20
+# (widen, normalise, pick) run in cache.
+_SLICE_ELEMENTS = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,26 @@ def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None, scratch: Tenso
     return raw if bias is None else raw.add_(bias)
 
 
-def _logits(raw: Tensor, temperature: Tensor, softcap: float | None) -> Tensor:
-    """A fresh float32 tensor of capped, tempered logits."""
-    z = raw.to(torch.float32, copy=True)
-    if softcap is not None:
-        z.div_(softcap).tanh_().mul_(softcap)
-    return z.div_(temperature[:, None])
+class _Slice:
+    """Float32 memory for one slice of a chunk, used for all of them: logits, and what becomes of them."""
+
+    def __init__(self, weight: Tensor, rows: int) -> None:
+        self._blocks = torch.empty((2, rows, weight.shape[0]), dtype=torch.float32, device=weight.device)
+
+    def logits(self, raw: Tensor, temperature: Tensor, softcap: float | None) -> Tensor:
+        """Capped, tempered logits."""
+        z = self._blocks[0, : len(raw)].copy_(raw)
+        if softcap is not None:
+            z.div_(softcap).tanh_().mul_(softcap)
+        return z.div_(temperature[:, None])
+
+    def log_softmax(self, z: Tensor) -> Tensor:
+        """``log p``."""
+        return torch.log_softmax(z, 1, out=self._blocks[1, : len(z)])
+
+    def softmax(self, z: Tensor) -> Tensor:
+        """``p``."""
+        return torch.softmax(z, 1, out=self._blocks[1, : len(z)])
 
 
 class _Score(torch.autograd.Function):
@@ -134,42 +148,39 @@ class _Score(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         total, vocab, softcap = hidden.shape[0], weight.shape[0], head.softcap
         step = max(1, _SLICE_ELEMENTS // vocab)
-        lse, entropies = (torch.zeros(total, dtype=torch.float32, device=hidden.device) for _ in range(2))
+        work = _Slice(weight, min(step, total))
+        entropies = torch.zeros(total, dtype=torch.float32, device=hidden.device)
         picked = torch.zeros(targets.shape, dtype=torch.float32, device=hidden.device)
         raw, scratch = None, _scratch(weight, min(chunk, total))
         for start in range(0, total, chunk):
             raw = _project(hidden[start : start + chunk], weight, bias, scratch)
             for low in range(0, raw.shape[0], step):
                 at = slice(start + low, min(start + low + step, start + raw.shape[0]))
-                z = _logits(raw[low : low + step], temperature[at], softcap)
+                z = work.logits(raw[low : low + step], temperature[at], softcap)
                 if kept is not None:
                     kept.restrict_(z, at.start)
-                picked[at] = z.gather(1, targets[at])
-                top = z.amax(1, keepdim=True)
+                log_p = work.log_softmax(z)
+                picked[at] = log_p.gather(1, targets[at])
                 if entropy:
-                    p = (z - top).exp_()
-                    mass = p.sum(1)
+                    p = log_p.exp()
                     # Zero mass times -inf is 0, the limit of p log p.
-                    mean = torch.where(p > 0, p * (z - top), 0.0).sum(1) / mass
-                    entropies[at] = mass.log() - mean
-                else:
-                    mass = z.sub_(top).exp_().sum(1)
-                lse[at] = mass.log() + top[:, 0]
-        ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropies)
+                    entropies[at] = -torch.where(p > 0, p * log_p, 0.0).sum(1)
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, entropies)
         ctx.last = (raw, scratch) if any(ctx.needs_input_grad[:3]) else (None, None)
         ctx.chunk, ctx.entropy, ctx.step, ctx.kept = chunk, entropy, step, kept
         # The parameter itself, by which a sink knows it.
         ctx.head, ctx.softcap = head, softcap
-        return picked - lse[:, None], entropies
+        return picked, entropies
 
     @staticmethod
     def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, temperature, lse, entropies = ctx.saved_tensors
+        hidden, weight, bias, targets, temperature, entropies = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight: Tensor | None = None
         d_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=hidden.device) if need_bias else None
         starts = list(range(0, hidden.shape[0], ctx.chunk))
+        work = _Slice(weight, min(ctx.step, hidden.shape[0]))
         (raw, scratch), ctx.last = ctx.last, (None, None)
         # From the last chunk, whose logits are at hand, to the first.
         for start in reversed(starts):
@@ -180,10 +191,10 @@ class _Score(torch.autograd.Function):
                 at = slice(start + low, min(start + low + ctx.step, start + raw.shape[0]))
                 entropy = (grad_entropy[at], entropies[at]) if ctx.entropy else None
                 raw[low : low + ctx.step] = _logit_gradient(
+                    work,
                     raw[low : low + ctx.step],
                     targets[at],
                     temperature[at],
-                    lse[at],
                     grad_logprob[at],
                     entropy,
                     ctx.softcap,
@@ -211,17 +222,17 @@ class _Score(torch.autograd.Function):
 
 
 def _logit_gradient(
+    work: _Slice,
     raw: Tensor,
     targets: Tensor,
     temperature: Tensor,
-    lse: Tensor,
     grad_logprob: Tensor,
     entropy: tuple[Tensor, Tensor] | None,
     softcap: float | None,
     kept: tuple[Kept, int] | None,
 ) -> Tensor:
     """Gradient with respect to the raw logits of one slice, float32."""
-    z = _logits(raw, temperature, softcap)
+    z = work.logits(raw, temperature, softcap)
     slope = None
     if softcap is not None:
         slope = 1 - (z * (temperature[:, None] / softcap)).square_()
@@ -229,10 +240,10 @@ def _logit_gradient(
         kept[0].restrict_(z, kept[1])  # after the slope, which has to stay finite
     total = -grad_logprob.sum(1, keepdim=True)
     if entropy is None:
-        z.sub_(lse[:, None]).exp_().mul_(total)
+        z = work.softmax(z).mul_(total)
     else:
         grad_entropy, value = entropy
-        log_p = z.sub_(lse[:, None])
+        log_p = work.log_softmax(z)
         p = log_p.exp()
         surprise = torch.where(p > 0, log_p + value[:, None], 0.0)
         z = p.mul_(total - grad_entropy[:, None] * surprise)
