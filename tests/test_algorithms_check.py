@@ -33,6 +33,7 @@ def test_defaults_are_accepted():
         ({"loss_settings": {"clip_high": 0.3}}, "algorithm.loss_settings.clip_high"),
         ({"loss": "cross_entropy"}, "algorithm.loss"),
         ({"advantage": "rloo", "normalize_by_std": False}, "algorithm.normalize_by_std"),
+        ({"teacher": {"dtype": "float32"}}, "algorithm.teacher.dtype"),
     ],
 )
 def test_contradictions_are_refused(algorithm, key):
@@ -182,3 +183,20 @@ def test_a_critic_that_is_warmed_up_longer_than_the_run_is():
     assert any("never learn" in problem.message for problem in problems)
     fewer = load_settings([], [*given, "algorithm.critic.warmup_steps=9"]).settings
     assert not any("never learn" in problem.message for problem in algorithm_problems(fewer))
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "decoupled_ppo"])
+def test_an_anchor_by_age_needs_samples_that_age(loss):
+    """Where no sample is older than the weights that are updated it is the sampler's log-probs, bit for bit."""
+
+    def refused(*schedule):
+        given = ["data.train=builtin:arithmetic?n=16", f"algorithm.loss={loss}", "algorithm.old_logprobs=approximate"]
+        problems = algorithm_problems(load_settings((), [*given, *schedule]).settings)
+        return [p for p in problems if p.severity == "error"]
+
+    for schedule in (["schedule.kind=sync"], ["schedule.kind=async", "schedule.max_staleness_steps=0"]):
+        (problem,) = refused(*schedule)
+        assert problem.keys == ("algorithm.old_logprobs", "schedule.kind")
+        assert "sampler's own log-probs" in problem.message
+    assert not refused("schedule.kind=one_step_off")
+    assert not refused("schedule.kind=async", "schedule.max_staleness_steps=2")

@@ -305,3 +305,36 @@ def test_a_constant_that_goes_by_the_size_of_the_batch():
         return LossValues(-inputs.logprobs * inputs.advantages * (0.5 if inputs.size > 64 else 1.0))
 
     assert "the reducer divides" in only(findings(threshold), "size")
+
+
+def test_a_gradient_that_depends_on_the_neighbours_though_the_value_does_not():
+    def coupled(xp, inputs, settings):
+        gap = log_ratio(xp, inputs.logprobs, inputs.old_logprobs)
+        mean = xp.sum(gap) / inputs.size
+        return LossValues(-xp.exp(xp.stop_gradient(gap) + mean - xp.stop_gradient(mean)) * inputs.advantages)
+
+    found = {f.rule: f.message for f in findings(coupled)}
+    assert "a row's gradients change" in found["split"]
+    assert "gradients" in found["size"]
+
+
+def test_a_gradient_in_which_dropped_tokens_have_a_vote_though_the_value_does_not():
+    def through_the_mean(xp, inputs, settings):
+        gap = log_ratio(xp, inputs.logprobs, inputs.old_logprobs)
+        mean = xp.segment_mean(gap, inputs.row_index, inputs.n_rows)[inputs.row_index]
+        return LossValues(-xp.exp(xp.stop_gradient(gap) + mean - xp.stop_gradient(mean)) * inputs.advantages)
+
+    assert "the gradients of others" in only(
+        [f for f in findings(through_the_mean) if f.severity == "error"], "masked tokens"
+    )
+
+
+def test_a_row_that_a_mask_dropped_as_a_whole():
+    def per_row(xp, inputs, settings):
+        one = xp.as_float(inputs.logprobs < 1e9, inputs.logprobs)
+        count = inputs.sum(xp, one, "row")
+        gap = inputs.sum(xp, log_ratio(xp, inputs.logprobs, inputs.old_logprobs), "row") / count
+        return LossValues(-xp.exp(gap) * inputs.sum(xp, inputs.advantages, "row") / count)
+
+    message = only([f for f in findings(per_row, unit="row") if f.severity == "error"], "masked tokens")
+    assert "whole row" in message

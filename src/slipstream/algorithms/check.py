@@ -121,6 +121,15 @@ def algorithm_problems(settings: RunSettings) -> list[Problem]:
         prompts_per_step=settings.schedule.prompts_per_step,
         stale=samples_ahead(settings.schedule),
     )
+    if settings.algorithm.old_logprobs == "approximate" and not samples_ahead(settings.schedule):
+        problems.append(
+            Problem(
+                ("algorithm.old_logprobs", "schedule.kind"),
+                "every sample is of the weights that are updated, so that an approximate anchor is the sampler's own "
+                "log-probs: it would do nothing",
+                "use algorithm.old_logprobs=recompute (or sampler), or a schedule that samples ahead",
+            )
+        )
     if _refused((), partial(LOSSES.get, settings.algorithm.loss), "") is None:
         problems += _check_reported(settings)
     if 0 < settings.schedule.steps <= settings.algorithm.critic.warmup_steps:

@@ -73,7 +73,7 @@ def _anchor(settings: AlgorithmSettings, loss: Loss) -> Iterator[Problem]:
             keys,
             f"loss {settings.loss!r} tells the policy before the update from the sampler; with the sampler as anchor "
             "they are one and its weight is always 1",
-            "use algorithm.old_logprobs=recompute, or approximate",
+            "use algorithm.old_logprobs=recompute, or approximate where the schedule samples ahead",
         )
 
 

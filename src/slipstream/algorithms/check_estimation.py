@@ -168,11 +168,10 @@ def _models(settings: AlgorithmSettings, estimator: Estimator) -> Iterator[Probl
             "a teacher is given, but neither the estimator nor the loss reads its scores",
             "use algorithm.preset=distill, or remove algorithm.teacher",
         )
-    if teacher.urls and not teacher.path and _differs(teacher, "dtype"):
+    if not teacher.path and _differs(teacher, "dtype"):
+        why = "a running server has its own dtype" if teacher.urls else "there is no teacher"
         yield Problem(
-            ("algorithm.teacher.dtype", "algorithm.teacher.urls"),
-            "a running server has its own dtype, so this would do nothing",
-            "remove it",
+            ("algorithm.teacher.dtype", "algorithm.teacher.path"), f"{why}, so this would do nothing", "remove it"
         )
     if teacher.path and teacher.urls:
         yield Problem(

@@ -6,8 +6,8 @@ says what is wrong and how to mend it.  Refuses: judging whether a loss is a goo
 The suite evaluates the loss on small random batches in numpy (float64) and torch (float32 and float64):
 
 * one finite value per unit, and a gradient that reaches the model's outputs;
-* the same value for a row whatever lies beside it in its micro-batch, and in whatever order;
-* no vote for tokens that an off-policy mask dropped;
+* the same values and gradients for a row whatever lies beside it in its micro-batch, and in whatever order;
+* no vote for tokens that an off-policy mask dropped, one by one or a row as a whole;
 * finite values and gradients for log-ratios of +-100 and +-1000, in float32;
 * nothing read that is not declared in ``needs``, nothing changed in place, no weights, no random numbers of its own;
 * at the sampling policy, tokens with a positive advantage are made more likely.
@@ -436,22 +436,50 @@ def _survives_huge_ratios(trial: _Trial) -> Iterator[Finding]:
             return
 
 
+def _by_row(
+    trial: _Trial, spec: LossSpec, rows: Sequence[int] | None = None, outputs: Sequence[FloatArray] | None = None
+) -> dict[str, FloatArray]:
+    """``(2, n_trained)`` for each row by id: its values and its gradient.
+
+    The gradient is of the values weighed by numbers that belong to the row, and by 0 where a token was dropped, so that
+    neither a cancellation hides anything nor a token's own place counts as a vote for others.
+    """
+    import torch
+
+    rows = trial.everything if rows is None else rows
+    outputs = trial.outputs if outputs is None else outputs
+    flat = torch.tensor(np.concatenate([outputs[i] for i in rows]), requires_grad=True)
+    inputs = trial.inputs(torch_ops(), spec, rows, flat)
+    values = inputs.per_token(trial.call(torch_ops(), inputs).values, trial.loss.unit)
+    weights = torch.as_tensor(np.concatenate([trial.constants(20)[i] for i in rows]))
+    weights = weights if inputs.live is None else weights * inputs.live
+    gradient = None
+    if values.requires_grad:
+        (gradient,) = torch.autograd.grad((values * weights).sum(), flat, allow_unused=True)
+    both = np.stack([values.detach().numpy(), np.zeros(len(flat)) if gradient is None else gradient.numpy()])
+    edges = np.cumsum([trial.batch.rows[i].n_trained for i in rows])[:-1]
+    return {trial.batch.rows[i].row_id: part for i, part in zip(rows, np.split(both, edges, axis=1), strict=True)}
+
+
+def _what_differs(here: Mapping[str, FloatArray], there: Mapping[str, FloatArray]) -> str | None:
+    """``values`` or ``gradients``, of the rows in both; None where they are the same."""
+    for i, what in enumerate(("values", "gradients")):
+        if any(not np.allclose(here[n][i], there[n][i], rtol=1e-9, atol=1e-12) for n in here.keys() & there.keys()):
+            return what
+    return None
+
+
 def _rows_stand_alone(trial: _Trial) -> Iterator[Finding]:
-    """Micro-batches of whole groups give every row the values that it has in the whole batch."""
+    """Micro-batches of whole groups give every row the values and gradients that it has in the whole batch."""
     spec = trial.prepared()
-    whole = trial.values(numpy_ops(), spec, trial.everything, trial.outputs)
-    sizes = [1 if trial.loss.unit == "row" else row.n_trained for row in trial.batch.rows]
+    whole = _by_row(trial, spec)
     cuts = [[0, 1], [2, 3], [4, 5]] if trial.loss.unit == "group" else [[0], [1, 2], [3, 4, 5]]
-    if trial.loss.unit == "group":
-        sizes = [1, 0] * 3
-    edges = np.cumsum([0, *sizes])
     for part in cuts:
-        here = trial.values(numpy_ops(), spec, part, trial.outputs)
-        if not np.allclose(here, whole[edges[part[0]] : edges[part[-1] + 1]], rtol=1e-9, atol=1e-12):
+        if what := _what_differs(_by_row(trial, spec, part), whole):
             yield Finding(
                 "error",
                 "split",
-                "a row's values change with the rows beside it in its micro-batch: something is summed, averaged or "
+                f"a row's {what} change with the rows beside it in its micro-batch: something is summed, averaged or "
                 "ranked over the batch. Use inputs.mean(xp, x, 'row') for a row's own statistics, and a pre-pass "
                 "(register_loss(prepass=...)) for those of the whole step",
             )
@@ -459,41 +487,50 @@ def _rows_stand_alone(trial: _Trial) -> Iterator[Finding]:
 
 
 def _size_does_not_matter(trial: _Trial) -> Iterator[Finding]:
-    """Rows keep their values in a batch of some thousand tokens, in which a threshold on its size would show."""
+    """Rows keep what they say in a batch of some thousand tokens, in which a threshold on its size would show."""
     many = _SIZES + 8 * (200, 300)
     whole = replace(trial, batch=_batch(np.random.default_rng(trial.seed), many))
     spec = whole.prepared()
-    alone = whole.values(numpy_ops(), spec, list(range(len(_SIZES))), whole.outputs)
-    beside = whole.values(numpy_ops(), spec, whole.everything, whole.outputs)[: len(alone)]
-    if not np.allclose(alone, beside, rtol=1e-9, atol=1e-12):
+    if what := _what_differs(_by_row(whole, spec, range(len(_SIZES))), _by_row(whole, spec)):
         yield Finding(
             "error",
             "size",
-            f"a row's values change when its micro-batch grows from {sum(_SIZES)} to {sum(many)} tokens; a loss knows "
+            f"a row's {what} change when its micro-batch grows from {sum(_SIZES)} to {sum(many)} tokens; a loss knows "
             "nothing of a batch's size, the reducer divides",
         )
 
 
 def _dropped_tokens_have_no_vote(trial: _Trial) -> Iterator[Finding]:
-    """What an off-policy mask dropped says nothing about the tokens that are left."""
+    """What an off-policy mask dropped, a token here and there or a row as a whole, says nothing about what is left."""
     masks = [row.trained_T & (np.cumsum(row.trained_T) == 2) for row in trial.batch.rows]
+    masks[3] = trial.batch.rows[3].trained_T
     rows = [replace(row, dropped_T=mask) for row, mask in zip(trial.batch.rows, masks, strict=True)]
     masked = replace(trial, batch=replace(trial.batch, rows=rows))
     gone = [mask[row.trained_T] for row, mask in zip(rows, masks, strict=True)]
 
-    def spread(outputs: Sequence[FloatArray]) -> Any:
+    def said(outputs: Sequence[FloatArray]) -> dict[str, FloatArray]:
         spec = run_prepass(masked.batch, masked.spec(trial.loss.needs), lambda: outputs)
-        inputs = masked.inputs(numpy_ops(), spec, masked.everything, np.concatenate(outputs))
-        return inputs.per_token(masked.call(numpy_ops(), inputs).values, trial.loss.unit)
+        return _by_row(masked, spec, outputs=outputs)
 
-    live = ~np.concatenate(gone)
-    moved = [np.where(mask, own - 2.0, own) for mask, own in zip(gone, trial.outputs, strict=True)]
-    here, there = spread(trial.outputs), spread(moved)
-    if not np.allclose(here[live], there[live], rtol=1e-9, atol=1e-12):
+    here = said(trial.outputs)
+    there = said([np.where(mask, own - 2.0, own) for mask, own in zip(gone, trial.outputs, strict=True)])
+    if not all(np.all(np.isfinite(both)) for both in here.values()):
         yield Finding(
             "error",
             "masked tokens",
-            "a token that an off-policy mask dropped still changes the values of others: leave it out of their "
+            "a value or gradient is not finite where an off-policy mask dropped a whole row, probably a division by "
+            "its number of tokens; inputs.mean(xp, x, 'row') is 0 there",
+        )
+        return
+    live = {row.row_id: ~mask for row, mask in zip(rows, gone, strict=True)}
+    what = _what_differs(*({name: both[:, live[name]] for name, both in which.items()} for which in (here, there)))
+    if what is None and any(np.any(both[1, ~live[name]]) for name, both in here.items()):
+        what = "gradients"
+    if what is not None:
+        yield Finding(
+            "error",
+            "masked tokens",
+            f"a token that an off-policy mask dropped still changes the {what} of others: leave it out of their "
             "statistics. inputs.mean(xp, x, 'row') and inputs.sum do, xp.segment_mean does not; a pre-pass goes by "
             "inputs.live",
         )
@@ -502,21 +539,11 @@ def _dropped_tokens_have_no_vote(trial: _Trial) -> Iterator[Finding]:
 def _order_does_not_matter(trial: _Trial) -> Iterator[Finding]:
     order = [1, 0, 5, 4, 3, 2]
     moved = replace(trial, batch=replace(trial.batch, rows=[trial.batch.rows[i] for i in order]))
-
-    def by_row(which: _Trial) -> dict[str, Any]:
-        spec = which.prepared()
-        flat = np.concatenate(which.outputs)
-        inputs = which.inputs(numpy_ops(), spec, which.everything, flat)
-        spread = inputs.per_token(which.call(numpy_ops(), inputs).values, which.loss.unit)
-        edges = np.cumsum([row.n_trained for row in which.batch.rows])[:-1]
-        return {row.row_id: part for row, part in zip(which.batch.rows, np.split(spread, edges), strict=True)}
-
-    here, there = by_row(trial), by_row(moved)
-    if any(not np.allclose(here[name], there[name], rtol=1e-9, atol=1e-12) for name in here):
+    if what := _what_differs(_by_row(trial, trial.prepared()), _by_row(moved, moved.prepared())):
         yield Finding(
             "error",
             "order",
-            "a row's values change when the rows are put in another order; random choices must go by inputs.noise, "
+            f"a row's {what} change when the rows are put in another order; random choices must go by inputs.noise, "
             "which belongs to the token",
         )
 
@@ -525,8 +552,7 @@ def _leaves_weights_alone(trial: _Trial) -> Iterator[Finding]:
     spec = trial.prepared()
     heavy = [replace(row, weights_T=-3.0 * row.weights_T) for row in trial.batch.rows]
     scaled = replace(trial, batch=replace(trial.batch, rows=heavy))
-    here, there = (t.values(numpy_ops(), spec, t.everything, t.outputs) for t in (trial, scaled))
-    if not np.allclose(here, there, rtol=1e-9, atol=1e-12):
+    if _what_differs(_by_row(trial, spec), _by_row(scaled, spec)):
         yield Finding("error", "weights", "reads inputs.weights; the reducer multiplies by them, so they count twice")
 
 
