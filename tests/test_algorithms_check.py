@@ -194,9 +194,9 @@ def test_an_anchor_by_age_needs_samples_that_age(loss):
         problems = algorithm_problems(load_settings((), [*given, *schedule]).settings)
         return [p for p in problems if p.severity == "error"]
 
-    for schedule in (["schedule.kind=sync"], ["schedule.kind=async", "schedule.max_staleness_steps=0"]):
+    for schedule in (["schedule.kind=sync"], ["schedule.kind=fully_async", "schedule.max_staleness_steps=0"]):
         (problem,) = refused(*schedule)
         assert problem.keys == ("algorithm.old_logprobs", "schedule.kind")
         assert "sampler's own log-probs" in problem.message
     assert not refused("schedule.kind=one_step_off")
-    assert not refused("schedule.kind=async", "schedule.max_staleness_steps=2")
+    assert not refused("schedule.kind=fully_async", "schedule.max_staleness_steps=2")
