@@ -200,3 +200,15 @@ def test_an_anchor_by_age_needs_samples_that_age(loss):
         assert "sampler's own log-probs" in problem.message
     assert not refused("schedule.kind=one_step_off")
     assert not refused("schedule.kind=fully_async", "schedule.max_staleness_steps=2")
+
+
+def test_gspo_is_told_apart_from_what_weighs_parts_of_a_sequence():
+    def warned(**algorithm):
+        return keys({"loss": "gspo", "reduction": "sequence_mean", **algorithm}, severity="warning")
+
+    assert warned() == warned(advantage="rloo") == warned(advantage="reinforce_pp") == []
+    for algorithm in ({"advantage": "turn_credit"}, {"advantage": "gae"}, {"advantage": "reinforce_pp", "gamma": 0.9}):
+        assert "algorithm.advantage" in warned(**algorithm)
+    corrected = {"old_logprobs": "recompute", "off_policy": {"tis": "sequence"}}
+    assert "algorithm.off_policy.tis" not in warned(**corrected)
+    assert "algorithm.off_policy.tis" in warned(**{**corrected, "off_policy": {"tis": "token"}})

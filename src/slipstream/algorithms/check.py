@@ -238,6 +238,28 @@ def _check_loss(settings: AlgorithmSettings) -> Iterator[Problem]:
             "use reduction=sequence_mean",
             "warning",
         )
+    if settings.loss == "gspo":
+        yield from _parts_of_sequences(settings)
+
+
+def _parts_of_sequences(settings: AlgorithmSettings) -> Iterator[Problem]:
+    """GSPO weighs a sequence as a whole: its form with tokens equals it where all of them have one advantage."""
+    why = "gspo weighs a sequence as a whole"
+    estimator = ADVANTAGES.get(settings.advantage)
+    if estimator.by_turn or estimator.needs or settings.gamma != 1:
+        yield Problem(
+            ("algorithm.advantage", "algorithm.loss"),
+            f"{why}; {settings.advantage} gives its tokens different advantages, under which it is no longer GSPO",
+            "use an estimator with one advantage for each sample (grpo, rloo, maxrl), or loss=ppo_clip",
+            "warning",
+        )
+    if settings.off_policy.tis == "token":
+        yield Problem(
+            ("algorithm.off_policy.tis", "algorithm.loss"),
+            f"{why}; a correction per token weighs its parts differently, under which it is no longer GSPO",
+            "use algorithm.off_policy.tis=sequence",
+            "warning",
+        )
 
 
 def _check_kl(settings: AlgorithmSettings, trajectories: int | None) -> Iterator[Problem]:
