@@ -206,7 +206,8 @@ def test_gspo_is_told_apart_from_what_weighs_parts_of_a_sequence():
     def warned(**algorithm):
         return keys({"loss": "gspo", "reduction": "sequence_mean", **algorithm}, severity="warning")
 
-    assert warned() == warned(advantage="rloo") == warned(advantage="reinforce_pp") == []
+    assert warned() == warned(advantage="rloo") == []
+    assert "algorithm.advantage" not in warned(advantage="reinforce_pp")
     for algorithm in ({"advantage": "turn_credit"}, {"advantage": "gae"}, {"advantage": "reinforce_pp", "gamma": 0.9}):
         assert "algorithm.advantage" in warned(**algorithm)
     corrected = {"old_logprobs": "recompute", "off_policy": {"tis": "sequence"}}
