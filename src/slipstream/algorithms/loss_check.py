@@ -184,10 +184,8 @@ class _Trial:
             values=None if policy and "values" not in allowed else flat,
             top_logprobs=top,
         )
-        hidden: dict[str, Any] = {name: None for name in OPTIONAL if name not in allowed}
-        if "advantages" not in allowed:
-            hidden["advantages"] = None
-        return replace(given, **hidden)
+        seen = replace(self.loss, needs=tuple(allowed)).view(given)  # type: ignore[arg-type]
+        return seen if "advantages" in allowed else replace(seen, advantages=None)  # type: ignore[arg-type]
 
     def values(self, xp: Ops, spec: LossSpec, rows: Sequence[int], outputs: Sequence[FloatArray]) -> Any:
         flat = np.concatenate([outputs[i] for i in rows])
