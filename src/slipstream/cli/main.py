@@ -144,7 +144,7 @@ def _finish(result: RunResult, items: list[str], command: str) -> None:
         print(f"interrupted; go on with the same command: {again}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED)
     if result.stop_reason is not None:
-        print(f"stopped: {result.stop_reason}")
+        print(f"{'RL was ended by' if result.finished else 'stopped:'} {result.stop_reason}")
 
 
 @app.command("eval")

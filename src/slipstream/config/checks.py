@@ -502,6 +502,12 @@ def _changed(section: Settings, name: str) -> bool:
 
 
 def _time(settings: RunSettings, known: Known) -> Iterator[Problem]:
+    if settings.schedule.time_limit_minutes is not None and settings.training.determinism == "exact":
+        yield Problem(
+            ("schedule.time_limit_minutes", "training.determinism"),
+            "exact mode promises the same run twice, and a clock would decide how many steps it has",
+            "set schedule.steps alone, or training.determinism=fast",
+        )
     deadline = settings.schedule.step_deadline_seconds
     for key, seconds in (
         ("rollout.env_step_seconds", settings.rollout.env_step_seconds),

@@ -37,6 +37,7 @@ FREE = (
     "schedule.steps",
     "schedule.epochs",
     "schedule.step_deadline_seconds",
+    "schedule.time_limit_minutes",
     "rollout.failures.",
     "inference.request_timeout_seconds",
     "inference.urls",

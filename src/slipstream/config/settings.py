@@ -256,6 +256,12 @@ class ScheduleSettings(Settings):
         None, ge=1, description="Passes over the training prompts; turned into steps when the data is known."
     )
     step_deadline_seconds: float = Field(3600.0, gt=0, description="Deadline of one step in seconds.")
+    time_limit_minutes: float | None = Field(
+        None,
+        gt=0,
+        description="Wall-clock minutes for the run as a whole, every phase and start counted: after the first, no RL "
+        "step is begun that would not leave time for the last evaluation, and the run is finished. null = no limit.",
+    )
     generate_prompts_per_step: int | None = Field(
         None,
         ge=1,

@@ -68,6 +68,7 @@ def smoke_settings(settings: RunSettings, run_dir: Path) -> RunSettings:
         "run_dir": run_dir,
         "schedule": schedule.model_copy(
             update={
+                "time_limit_minutes": None,
                 "prompts_per_step": prompts, "steps": SMOKE_STEPS, "epochs": None, "generate_prompts_per_step": None,
                 "max_running_groups": None,
             }

@@ -23,6 +23,7 @@ class Control:
     """What callbacks ask of the loop; honoured at the next step border."""
 
     stop_reason: str | None = None
+    finish_reason: str | None = None
     save_requested: bool = False
     evaluate_requested: bool = False
     rollback_to: str | None = None
@@ -32,6 +33,13 @@ class Control:
         """End the run after this step: a checkpoint is written, and an evaluation under way is given up."""
         self.stop_reason = self.stop_reason or reason
         self._stopped.set()
+
+    def finish(self, reason: str) -> None:
+        """Make this RL step the last: the run ends as after ``schedule.steps``, evaluated and exported.
+
+        The same command returns its result from then on; more steps, or another time limit, take it up again.
+        """
+        self.finish_reason = self.finish_reason or reason
 
     def roll_back(self, checkpoint: str, reason: str) -> None:
         """End this start after this step, without a checkpoint; the next one goes on from ``checkpoint``.

@@ -108,7 +108,7 @@ class Loop:
         total = self.settings.schedule.steps
         done = start
         try:
-            while done < total and self.control.stop_reason is None:
+            while done < total and not self._ends:
                 notify(self.callbacks, "on_step_start", StepInfo("rl", done, total), self.control)
                 metrics = await self._step(done)
                 done += 1
@@ -120,9 +120,14 @@ class Loop:
             await self.rollouts.stop("the loop ended")
         return done
 
+    @property
+    def _ends(self) -> bool:
+        """Whether the step before this border is the last of this start, or of the run."""
+        return self.control.stop_reason is not None or self.control.finish_reason is not None
+
     async def _border(self, done: int, info: StepInfo) -> None:
         """Evaluation and checkpoint between two steps, by interval or by request."""
-        last = done == info.total_steps or self.control.stop_reason is not None
+        last = done == info.total_steps or self._ends
         every = self.settings.eval.every_steps
         if not last and (self.control.evaluate_requested or (every and done % every == 0)):
             self.control.evaluate_requested = False
@@ -130,7 +135,7 @@ class Loop:
             if scores:
                 after = StepInfo(info.phase, done, info.total_steps, {**info.metrics, **scores})
                 notify(self.callbacks, "on_eval_end", after, self.control)
-            last = self.control.stop_reason is not None
+            last = self._ends
         if self.control.rollback_to is not None:
             return
         every = self.settings.checkpoint.every_steps

@@ -23,9 +23,13 @@ class Progress:
     update: dict[str, Any] | None = None
     evals: dict[str, dict[str, Any]] = field(default_factory=dict)
     seconds: float = 0.0
+    evaluation_seconds: float = 0.0
+    """Of the latest evaluation."""
     peak_memory_gb: float = 0.0
     data_fingerprint: str = ""
     finished: bool = False
+    ended_by: str | None = None
+    """Why the run made its last RL step before ``schedule.steps``, once it has (``Control.finish``)."""
 
     @property
     def name(self) -> str:
@@ -35,7 +39,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended.  ``accuracy`` maps stages (``start``, ``sft``, ``rl``) to mean scores over ``eval_prompts``."""
+    """How a run ended.  ``accuracy`` maps stages (``start``, ``sft``, ``rl``) to mean scores over ``eval_prompts``.
+
+    ``stop_reason`` says why, unless all its steps were made; a finished run has one too (``Control.finish``).
+    """
 
     run_dir: Path
     steps: int

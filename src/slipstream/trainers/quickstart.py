@@ -93,6 +93,7 @@ def _summary(settings: RunSettings, result: RunResult) -> dict[str, Any]:
         "questions": result.eval_prompts,
         "minutes": round(result.seconds / 60, 2),
         "steps": result.steps,
+        "ended_by": result.stop_reason,
         "peak_memory_gb": round(result.peak_memory_gb, 2),
     }
 
@@ -107,6 +108,7 @@ def _words(summary: Mapping[str, Any], result: RunResult) -> str:
         f"  after supervised warm-up  {middle:5.1f} %   ({middle - before:+.1f})",
         f"  after RL                  {after:5.1f} %   ({after - middle:+.1f} from {summary['steps']} RL steps alone)",
         f"{summary['minutes']:.1f} minutes, peak memory {summary['peak_memory_gb']:.1f} GB",
+        *([f"RL was ended by {summary['ended_by']}"] if summary["ended_by"] else []),
         "",
         "Next:",
         "  make quickstart FULL=1                                  the longer run, 50 steps",

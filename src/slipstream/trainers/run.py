@@ -50,6 +50,7 @@ from slipstream.trainers.rollouts import Rollouts
 from slipstream.trainers.rules import RuleKeeper
 from slipstream.trainers.saving import Saver, keeps_rollouts
 from slipstream.trainers.sft import SftTrainer
+from slipstream.trainers.time_limit import TimeLimit
 from slipstream.trainers.update import PolicyUpdate
 from slipstream.trainers.waiting import within
 from slipstream.trajectory import Group
@@ -128,7 +129,11 @@ class Run:
             self.ledger.event(
                 "run_started", settings=self.settings, resumed_from=found.directory.name if found else None
             )
-            self.callbacks = (*self._user_callbacks, RuleKeeper(self.settings.rules, self.ledger, self.saver.store))
+            self.callbacks = (
+                *self._user_callbacks,
+                RuleKeeper(self.settings.rules, self.ledger, self.saver.store),
+                TimeLimit(self.settings.schedule.time_limit_minutes, self._elapsed, self._last_evaluation_seconds),
+            )
             self.sinks = build_sinks(
                 self.settings.logging.sinks,
                 self.run_dir,
@@ -148,6 +153,7 @@ class Run:
                     self.parts.listen(self._on_recovered)
                     with _interruptible(self.control):
                         self.progress = await self.saver.resume(found, self.parts, self.ledger, self.sinks.note)
+                        self._take_up(found)
                         await self._phases()
             except BaseException as error:
                 self.ledger.event("error", message=f"{type(error).__name__}: {error}")
@@ -155,11 +161,23 @@ class Run:
             return self._finish()
 
     def _goes_on(self, found: Checkpoint) -> bool:
-        """Whether a finished run is asked for more steps than it was given."""
+        """Whether a finished run is asked for more steps, or time, than it was given."""
         asked, had = self.settings.schedule, RunSettings.model_validate(found.state["settings"]).schedule
         if asked.epochs != had.epochs:
             return True  # how many steps that is, the data say
-        return asked.epochs is None and asked.steps > int(found.state["progress"]["rl_steps"])
+        done = int(found.state["progress"]["rl_steps"])
+        if found.state["progress"]["ended_by"] is not None:
+            limit = asked.time_limit_minutes
+            if had.time_limit_minutes is not None and (limit is None or limit > had.time_limit_minutes):
+                return True
+            done = had.steps
+        return asked.epochs is None and asked.steps > done
+
+    def _take_up(self, found: Checkpoint | None) -> None:
+        """A run that had made its last step when it was stopped makes no other one, unless it is asked to."""
+        ended_by, self.progress.ended_by = self.progress.ended_by, None
+        if found is not None and ended_by is not None and not self._goes_on(found):
+            self.control.finish(ended_by)
 
     async def _phases(self) -> None:
         settings, progress = self.settings, self.progress
@@ -175,7 +193,9 @@ class Run:
                 await self._evaluate_once("sft", 0)
         if settings.schedule.steps and self.control.stop_reason is None:
             await self._rl()
-        done = progress.rl_steps >= settings.schedule.steps
+        if self.control.finish_reason is not None:
+            self.sinks.note(f"RL ended by {self.control.finish_reason}")
+        done = progress.rl_steps >= settings.schedule.steps or self.control.finish_reason is not None
         if settings.eval.after and done and self.control.stop_reason is None:
             await self._evaluate_once("rl" if settings.schedule.steps else "sft", progress.rl_steps)
         if self.control.stop_reason is None:
@@ -395,11 +415,13 @@ class Run:
             deadline=self.settings.schedule.step_deadline_seconds,
             spec=_what_is_evaluated(self.settings),
         )
+        began = time.perf_counter()
         result = await self.control.unless_stopped(evaluator(stage, step, version))
         if result is None:
             self.sinks.note("the evaluation was stopped; the resumed run does it again")
             return None
         self.progress.evals[stage] = {"step": step, "accuracy": result.accuracy, "scores": dict(result.scores)}
+        self.progress.evaluation_seconds = time.perf_counter() - began
         self.sinks.log(dict(result.scores), step)
         return result
 
@@ -407,6 +429,7 @@ class Run:
 
     async def _save(self) -> None:
         self._count_seconds()
+        self.progress.ended_by = self.control.finish_reason
         await self.saver.save(self.progress, self.parts, self.ledger, getattr(self, "loop", None))
 
     async def _export(self) -> None:
@@ -422,20 +445,28 @@ class Run:
         self.ledger.event(
             "run_finished",
             finished=progress.finished,
-            stop_reason=self.control.stop_reason,
+            stop_reason=self._why(),
             seconds=progress.seconds,
             peak_memory_gb=progress.peak_memory_gb,
         )
         return self._result(self._report())
 
+    def _elapsed(self) -> float:
+        """Seconds of the run so far, those of earlier starts up to their last checkpoint."""
+        return self.progress.seconds + time.perf_counter() - self._started
+
+    def _last_evaluation_seconds(self) -> float:
+        return self.progress.evaluation_seconds if self.settings.eval.after and self.parts.eval_rows else 0.0
+
     def _count_seconds(self) -> None:
-        now = time.perf_counter()
-        self.progress.seconds += now - self._started
-        self._started = now
+        self.progress.seconds, self._started = self._elapsed(), time.perf_counter()
         self.progress.peak_memory_gb = max(self.progress.peak_memory_gb, _peak_memory_gb())
 
     def _report(self) -> Path | None:
         return write_report(self.run_dir) if self.settings.logging.report else None
+
+    def _why(self) -> str | None:
+        return self.control.stop_reason or self.control.finish_reason or self.progress.ended_by
 
     def _result(self, report: Path | None) -> RunResult:
         progress = self.progress
@@ -444,7 +475,7 @@ class Run:
             self.run_dir,
             progress.rl_steps,
             progress.finished,
-            self.control.stop_reason,
+            self._why(),
             accuracy,
             max((int(e["scores"]["eval/all/num_prompts"]) for e in progress.evals.values()), default=0),
             progress.seconds,
